@@ -1,0 +1,60 @@
+"""Block sizes: how many query rows and keys one step of the kernel works on, chosen from shapes and VMEM."""
+
+from typing import NamedTuple
+
+LANES = 128
+DEFAULT_VMEM_BYTES = 16 * 2**20  # v4, the smallest per-core VMEM of the supported generations
+
+
+class Blocks(NamedTuple):
+    """rows: query rows a block; kv: keys copied to VMEM a step; tile: keys in one softmax update (divides kv)."""
+
+    rows: int
+    kv: int
+    tile: int
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def vmem_need(blocks: Blocks, heads: int, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """Bytes of VMEM that one call is expected to use, register spills included (an upper estimate)."""
+    d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
+    rows = blocks.rows * heads
+    copied = 2 * itemsize * (blocks.kv + rows) * (d + dv)  # the pipeline holds two of every block
+    carried = 4 * rows * (dv + 4 * LANES)  # accumulator, running maximum, sums, starts, ends
+    scores = 4 * rows * (3 * blocks.tile + 2 * dv)  # this tile's scores, the next one's, the weights, products
+    return copied + carried + scores
+
+
+def choose_blocks(
+    q_len: int, kv_len: int, heads: int, head_dim: int, v_dim: int, itemsize: int,
+    block_q: int, block_kv: int, vmem_bytes: int,
+) -> tuple[Blocks, int]:  # fmt: skip
+    """Blocks for one call, and the VMEM limit to ask the compiler for.
+
+    heads: query heads stacked in one block. block_q, block_kv: the caller's wish, 0 = choose. A wish is rounded up
+    to what the hardware tiles need, and kept even if the compiler may refuse it for lack of VMEM.
+    """
+    budget = vmem_bytes or DEFAULT_VMEM_BYTES
+    sublanes = 32 // itemsize  # rows of one hardware tile: 8 for float32, 16 for bfloat16
+
+    def fit(rows: int, kv: int, tile: int) -> Blocks:
+        rows = round_up(min(block_q or rows, q_len), sublanes)
+        if q_len > rows:
+            rows = round_up(rows, LANES) if not block_q else rows
+        kv = round_up(min(block_kv or kv, kv_len), LANES)
+        if kv > tile:
+            kv = round_up(kv, tile) if not block_kv else kv
+        while kv % tile:
+            tile -= LANES
+        return Blocks(rows, kv, min(tile, kv))
+
+    candidates = [(512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512), (256, 512, 256)]
+    candidates += [(128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128), (64, 128, 128), (16, 128, 128)]
+    for rows, kv, tile in candidates:
+        blocks = fit(rows, kv, tile)
+        if vmem_need(blocks, heads, head_dim, v_dim, itemsize) <= 0.75 * budget:
+            break
+    return blocks, int(0.95 * budget)

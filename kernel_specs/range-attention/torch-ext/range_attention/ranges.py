@@ -1,0 +1,70 @@
+"""From row ranges to what each block of query rows has to read: plain JAX, O(B * (Q + KV)) work and memory."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# What `tile_state` says about the validity of one tile of keys.
+NONE_VALID, SOME_VALID, ALL_VALID = 0, 1, 2
+
+
+class BlockBounds(NamedTuple):
+    """Which key tiles each block of query rows visits. All int32 and flat, because they are read as scalars.
+
+    A tile is `tile` consecutive keys; tile t holds keys [t * tile, (t + 1) * tile). Entry b * blocks + i of the
+    first four belongs to query block i of batch element b.
+    """
+
+    lo: jax.Array  # first tile that some row of the block sees
+    hi: jax.Array  # one past the last such tile; lo == hi == 0 when no row sees a key
+    full_lo: jax.Array  # tiles in [full_lo, full_hi) lie inside the range of every row that sees anything
+    full_hi: jax.Array
+    tile_state: jax.Array | None  # [B * tiles] NONE_VALID, SOME_VALID or ALL_VALID; None without validity
+
+
+def clamp_ranges(starts: jax.Array, ends: jax.Array, kv_len: int) -> tuple[jax.Array, jax.Array]:
+    """int32 ranges cut to [0, kv_len], so that no later step can read past the keys."""
+    starts = jnp.clip(starts.astype(jnp.int32), 0, kv_len)
+    ends = jnp.clip(ends.astype(jnp.int32), 0, kv_len)
+    return starts, ends
+
+
+def block_bounds(
+    starts: jax.Array, ends: jax.Array, key_valid: jax.Array | None, *, kv_len: int, rows: int, tile: int
+) -> BlockBounds:
+    """Tile bounds of every block of `rows` query rows.
+
+    starts, ends: int32 [B, Q], clamped to [0, kv_len]. key_valid: bool [B, kv_len] or None.
+    Rows that see nothing do not count: they neither widen [lo, hi) nor narrow [full_lo, full_hi), because the
+    kernel zeroes them at the end whatever was accumulated for them.
+    """
+    batch, q_len = starts.shape
+    blocks = -(-q_len // rows)
+    tiles = -(-kv_len // tile)
+    live = starts < ends
+
+    def per_block(values: jax.Array, neutral: int) -> jax.Array:
+        values = jnp.where(live, values, neutral)
+        values = jnp.pad(values, ((0, 0), (0, blocks * rows - q_len)), constant_values=neutral)
+        return values.reshape(batch, blocks, rows)
+
+    lo = per_block(starts, kv_len).min(-1) // tile
+    hi = -(-per_block(ends, 0).max(-1) // tile)
+    full_lo = -(-per_block(starts, 0).max(-1) // tile)
+    full_hi = per_block(ends, kv_len).min(-1) // tile
+
+    tile_state = None
+    if key_valid is not None:
+        padded = jnp.pad(key_valid, ((0, 0), (0, tiles * tile - kv_len))).reshape(batch, tiles, tile)
+        any_valid = padded.any(-1)
+        tile_state = any_valid.astype(jnp.int32) + padded.all(-1).astype(jnp.int32)
+        # Whole tiles of padding at either end are not visited at all.
+        index = jnp.arange(tiles, dtype=jnp.int32)
+        lo = jnp.maximum(lo, jnp.where(any_valid, index, tiles).min(-1, keepdims=True))
+        hi = jnp.minimum(hi, jnp.where(any_valid, index + 1, 0).max(-1, keepdims=True))
+
+    empty = lo >= hi
+    lo, hi = jnp.where(empty, 0, lo), jnp.where(empty, 0, hi)
+    flat = [x.astype(jnp.int32).reshape(-1) for x in (lo, hi, full_lo, full_hi)]
+    return BlockBounds(*flat, None if tile_state is None else tile_state.reshape(-1))
