@@ -1,0 +1,124 @@
+"""Routing: each request takes the kernel that can do it exactly, else the right fallback with the right reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tpu_kernels.reasons import REASONS
+from tpu_kernels.request import AttentionRequest
+from tpu_kernels.routing import decide
+from tpu_kernels.specs import load_specs
+
+PLAIN = AttentionRequest(
+    batch=2,
+    kv_batch=2,
+    mask_batch=2,
+    q_heads=8,
+    kv_heads=2,
+    q_len=64,
+    kv_len=64,
+    head_dim=64,
+    v_head_dim=64,
+    dtype=torch.bfloat16,
+    device="tpu",
+    mask="ranges",
+    softcap=False,
+    sinks=False,
+    position_bias=False,
+    dropout=False,
+    needs_grad=False,
+    output_attentions=False,
+    unknown=(),
+    disabled=False,
+)
+
+
+def spec():
+    return next(spec for spec in load_specs() if spec.name == "range-attention")
+
+
+def route(**changes):
+    return decide(dataclasses.replace(PLAIN, **changes), (spec(),))
+
+
+def test_plain_call_takes_the_kernel():
+    got = route()
+    assert (got.target, got.kernel, got.function, got.reason) == ("kernel", "range-attention", "forward", "kernel")
+    assert got.name == "range-attention.forward"
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "ranges", "ranges+validity"])
+def test_all_range_masks_take_the_kernel(mask):
+    assert route(mask=mask, mask_batch=0 if mask in ("none", "causal") else 2).target == "kernel"
+
+
+def test_decode_takes_calls_whose_packed_rows_fit():
+    (limit,) = [function.max_packed_rows for function in spec().functions if function.name == "decode"]
+    assert route(q_len=1).function == "decode"
+    assert route(q_len=limit // 4).function == "decode"
+    assert route(q_len=limit // 4 + 1).function == "forward"
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "reason"),
+    [
+        ({"disabled": True}, "sdpa", "disabled"),
+        ({"device": "cuda"}, "sdpa", "device"),
+        ({"dtype": torch.float16}, "sdpa", "dtype"),
+        ({"dtype": torch.float64}, "sdpa", "dtype"),
+        ({"dropout": True}, "sdpa", "dropout"),
+        ({"position_bias": True}, "sdpa", "position_bias"),
+        ({"mask": "dense_bool"}, "sdpa", "dense_mask"),
+        ({"mask": "dense_float"}, "sdpa", "dense_mask"),
+        ({"mask_batch": 1}, "sdpa", "mask_batch"),
+        ({"head_dim": 1024}, "sdpa", "head_dim"),
+        ({"kv_batch": 1}, "sdpa", "batch_broadcast"),
+        ({"kv_len": 0}, "sdpa", "empty"),
+        ({"output_attentions": True}, "eager", "output_attentions"),
+        ({"unknown": ("wobble",)}, "sdpa", "unknown_kwarg"),
+        ({"softcap": True, "dtype": torch.float16}, "eager", "dtype"),
+        ({"sinks": True, "disabled": True}, "eager", "disabled"),
+        ({"sinks": True, "mask": "dense_bool"}, "eager", "dense_mask"),
+    ],
+)
+def test_refused_calls_fall_back_with_their_reason(changes, target, reason):
+    got = route(**changes)
+    assert (got.target, got.reason) == (target, reason)
+    assert reason in REASONS
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "reason"),
+    [
+        ("gqa", {}, "gqa"),
+        ("softcap", {"softcap": True}, "softcap"),
+        ("sinks", {"sinks": True}, "sinks"),
+        ("v_head_dim_may_differ", {"v_head_dim": 32}, "v_head_dim"),
+        ("gradients", {"needs_grad": True}, "gradients"),
+    ],
+)
+def test_a_kernel_without_the_capability_refuses(capability, changes, reason):
+    able = spec()
+    unable = dataclasses.replace(
+        able, capabilities=dataclasses.replace(able.capabilities, **{capability: False})
+    )
+    got = decide(dataclasses.replace(PLAIN, **changes), (unable,))
+    assert got.reason == reason
+    assert got.refusals == (("range-attention", reason),)
+
+
+def test_the_next_kernel_takes_what_the_first_refuses():
+    able = spec()
+    no_gqa = dataclasses.replace(
+        able, name="no-gqa", capabilities=dataclasses.replace(able.capabilities, gqa=False)
+    )
+    got = decide(PLAIN, (no_gqa, able))
+    assert (got.target, got.kernel, got.refusals) == ("kernel", "range-attention", (("no-gqa", "gqa"),))
+
+
+def test_no_kernel_installed_is_told():
+    got = decide(PLAIN, ())
+    assert (got.target, got.reason) == ("sdpa", "no_kernel")

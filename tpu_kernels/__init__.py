@@ -1,0 +1,48 @@
+"""TPU attention kernels for Hugging Face transformers.
+
+    import tpu_kernels; tpu_kernels.register()
+    AutoModelForCausalLM.from_pretrained(..., device_map="tpu", attn_implementation="tpu_attention")
+
+Importing this package imports neither jax, torch_tpu nor a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .reasons import FallbackError
+from .registration import Registration, register, unregister
+
+if TYPE_CHECKING:
+    import torch
+
+    from .ledger import Explanation
+
+__version__ = "0.1.0"
+__all__ = ["FallbackError", "Registration", "explain", "register", "reset", "unregister"]
+
+
+def explain(model: torch.nn.Module | None = None) -> Explanation:
+    """Where attention calls went since the last `reset()`: per layer, the route, the reason and the number of calls.
+
+    Args:
+        model: limit the table to one model; by default every live model.
+
+    Returns:
+        An `Explanation`; print it for the table, or read its `rows`. `never_called` names models that accept the
+        attention name but never called the attention interface.
+    """
+    from .attention import LEDGER
+    from .masks import dense_reasons
+    from .registration import registered_names
+
+    return LEDGER.explain(dense_reasons.as_dict(), registered_names(), model)
+
+
+def reset() -> None:
+    """Forget all counted calls and warnings given."""
+    from .attention import LEDGER
+    from .masks import dense_reasons
+
+    LEDGER.clear()
+    dense_reasons.clear()

@@ -1,0 +1,471 @@
+"""The attention function that transformers calls: read the call -> route it -> run it.
+
+Nothing here reads a tensor's values, so a call costs no device synchronisation and traces into one graph.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import fallback, masks, ops, specs
+from .ledger import Ledger, layer_label
+from .reasons import REASONS, FallbackError
+from .request import AttentionRequest, MaskKind
+from .routing import Route, decide
+from .tuning import tuning_for
+
+LEDGER = Ledger()
+
+# Keyword arguments that do not change attention's result: bookkeeping of generation, losses and other layers.
+_HARMLESS = frozenset(
+    "position_ids cache_position use_cache max_length_q max_length_k deterministic output_hidden_states return_dict "
+    "output_router_logits num_items_in_batch logits_indices logits_to_keep labels shift_labels "
+    "encoder_hidden_states encoder_attention_mask cross_attn_layer_mask past_key_values position_embeddings "
+    "seq_idx token_type_ids return_attention_weights layer_idx is_training training".split()
+)
+# Keyword arguments that change the result and that neither a kernel, SDPA nor eager here honours: refused.
+_REFUSED = {
+    "indices": "this model selects keys by top-k indices; use attn_implementation='sdpa' or 'eager' for it",
+    "block_indices": "this model selects blocks of keys by index; use attn_implementation='eager' for it",
+    "cache": "continuous batching's paged cache is not supported; use attn_implementation='sdpa' with it",
+    "block_table": "continuous batching's paged cache is not supported; use attn_implementation='sdpa' with it",
+    "head_mask": "head masks are not supported; use attn_implementation='eager'",
+    "alibi": "ALiBi must arrive as position_bias or inside the mask; use attn_implementation='eager'",
+}
+# Decode under a growing cache meets a new key length at each step; padded to this, shapes change once in 128 steps.
+_KV_BUCKET = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to do with every call that has these shapes, dtypes and options."""
+
+    request: AttentionRequest
+    route: Route
+    detail: str
+    op_name: str = ""
+    precision: str = "default"
+    blocks: tuple[int, int, int] = (0, 0, 0)
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def tpu_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    output_attentions: bool = False,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface (`AttentionInterface.register`), on a TPU kernel where one is exact.
+
+    Args:
+        module: the attention module; read for `is_causal` (default True) and to name the layer in `explain()`.
+        query: [B, Hq, Q, D]. key: [B, Hkv, KV, D]. value: [B, Hkv, KV, Dv]. Hkv divides Hq; query head h reads KV
+            head h // (Hq / Hkv).
+        attention_mask: None; a range mask made by `masks.tpu_attention_mask`; or a 4-D mask broadcastable to
+            [B, Hq, Q, KV], bool (True = attend) or float (added to the scores). With a mask, only the mask counts.
+        dropout: probability on the weights. scaling: factor on the scores, default D ** -0.5.
+        is_causal: with no mask and Q > 1, query i sees keys 0..i; overrides `module.is_causal`.
+        sliding_window: with no mask, how many keys a query sees, itself included.
+        softcap: scores become softcap * tanh(scores / softcap), before the mask.
+        s_aux, sinks: [Hq], one more logit a head in the softmax denominator, neither scaled nor masked.
+        position_bias: float, broadcastable to [B, Hq, Q, KV], added to the scaled scores.
+        output_attentions: also return the weights (then eager).
+        cu_seq_lens_q, cu_seq_lens_k: int [R + 1], with no mask: the bounds of R packed sequences in a batch of 1.
+
+    Returns:
+        (output [B, Q, Hq, Dv] contiguous in query's dtype, weights [B, Hq, Q, KV] or None).
+
+    Raises:
+        ValueError, TypeError: for arguments that no route can honour; the text names argument, value and remedy.
+        FallbackError: in strict mode, where a call would have fallen back.
+        hub.KernelLoadError: when the kernel cannot be loaded.
+    """
+    compiling = torch.compiler.is_compiling()
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as autocast does for SDPA
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    sinks = s_aux if s_aux is not None else sinks
+    unknown = tuple(sorted(_unknown(kwargs))) if kwargs else ()
+    if scaling is None:
+        scaling = query.shape[3] ** -0.5
+    causal = False
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if cu_seq_lens_q is not None or sliding_window:
+            attention_mask = _ranges_from_kwargs(query, key, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
+        causal = causal and attention_mask is None and query.shape[2] > 1
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (position_bias is not None and position_bias.requires_grad)
+    )
+    disabled, strict = settings()
+    facts = (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        device,
+        None if attention_mask is None else attention_mask.shape,
+        None if attention_mask is None else attention_mask.dtype,
+        None if sinks is None else sinks.shape,
+        None if position_bias is None else position_bias.shape,
+        causal,
+        bool(softcap),
+        dropout > 0.0,
+        needs_grad,
+        bool(output_attentions),
+        unknown,
+        disabled,
+        torch.get_float32_matmul_precision(),
+    )
+    if compiling:
+        plan = _make_plan(*facts)
+    else:
+        found = _plans.get(facts)
+        if found is None:
+            _check(query, key, value, attention_mask, scaling)
+            found = _plans[facts] = _make_plan(*facts)
+        plan = found
+    route = plan.route
+    if strict and route.target != "kernel":
+        raise FallbackError(_strict_message(module, plan))
+    if compiling:
+        _count_traced(
+            layer_label(module), route.target, route.reason, route.kernel, route.function, plan.detail, device
+        )
+    else:
+        LEDGER.count(module, route, plan.detail, device)
+
+    weights = None
+    if route.target == "kernel":
+        out = _run_kernel(plan, query, key, value, attention_mask, sinks, scaling, softcap or 0.0, causal, compiling)
+    else:
+        if attention_mask is not None and attention_mask.dtype == torch.int32:
+            attention_mask = masks.expand_range_mask(attention_mask, query.shape[2], key.shape[2])
+        common: dict[str, Any] = {
+            "causal": causal, "scale": scaling, "dropout": dropout, "position_bias": position_bias
+        }  # fmt: skip
+        if route.target == "eager":
+            out, weights = fallback.eager(
+                query, key, value, attention_mask, softcap=softcap or 0.0, sinks=sinks, **common
+            )
+        else:
+            out = fallback.sdpa(query, key, value, attention_mask, **common)
+    return out.transpose(1, 2).contiguous(), weights if output_attentions else None
+
+
+def _run_kernel(
+    plan: _Plan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+    compiling: bool,
+) -> torch.Tensor:
+    has_validity = plan.request.mask == "ranges+validity"
+    kv_len = key.shape[2]
+    if not compiling and plan.route.function == "decode" and kv_len % _KV_BUCKET:
+        padding = (0, 0, 0, -kv_len % _KV_BUCKET)
+        mask = _bound_ranges(mask, query, kv_len, causal, has_validity)
+        key, value, causal = F.pad(key, padding), F.pad(value, padding), False
+    op = getattr(torch.ops.tpu_kernels, plan.op_name)
+    return op(
+        query, key, value, mask, sinks, float(scaling), float(softcap), causal, has_validity, plan.precision, *plan.blocks
+    )
+
+
+def _bound_ranges(
+    mask: torch.Tensor | None, query: torch.Tensor, kv_len: int, causal: bool, has_validity: bool
+) -> torch.Tensor:
+    """The mask as explicit ranges that end at kv_len, for keys about to be padded beyond it."""
+    q_len = query.shape[2]
+    if mask is None:
+        rows = torch.arange(q_len, device=query.device, dtype=torch.int32)
+        ends = (rows + 1).clamp(max=kv_len) if causal else torch.full_like(rows, kv_len)
+        return torch.stack((torch.zeros_like(ends), ends), -1).expand(query.shape[0], 1, q_len, 2).contiguous()
+    if not has_validity:
+        return mask[..., :2].clamp(max=kv_len)
+    return torch.cat((mask[:, :, :-q_len], mask[:, :, -q_len:].clamp(max=kv_len)), 2)
+
+
+def _ranges_from_kwargs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Ranges for a call without a mask that carries a window or packed bounds; None where they restrict nothing."""
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    rows = torch.arange(q_len, device=query.device)
+    if cu_q is not None:
+        if batch != 1:
+            raise ValueError(
+                f"cu_seq_lens_q was given with batch size {batch} and no attention_mask; packed bounds describe a batch "
+                "of 1. Flatten the batch, or pass an attention mask."
+            )
+        cu_k = cu_q if cu_k is None else cu_k
+        segment = torch.searchsorted(cu_q, rows, right=True).clamp(max=cu_q.shape[0] - 1)
+        starts, ends = cu_k[segment - 1], cu_k[segment]
+        # Causality inside a segment is aligned at its last query, as for a cache longer than the queries.
+        position = rows - cu_q[segment] + ends
+        starts, ends = torch.broadcast_tensors(starts, ends)
+    else:
+        if window is not None and window >= kv_len and (causal or window >= q_len):
+            return None
+        starts, ends = torch.zeros_like(rows), torch.full_like(rows, kv_len)
+        # One query after the cache is the newest key; several without a mask are aligned at the first key.
+        position = rows + (kv_len - 1 if causal and q_len == 1 else 0)
+    if causal:
+        ends = torch.minimum(ends, position + 1)
+    if window:
+        starts = torch.maximum(starts, position - window + 1)
+        if not causal:
+            ends = torch.minimum(ends, position + window)
+    return masks.encode_ranges(
+        starts.to(torch.int32).expand(batch, q_len), ends.to(torch.int32).expand(batch, q_len), None, kv_len
+    )
+
+
+def _make_plan(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    device: str,
+    mask_shape: torch.Size | None,
+    mask_dtype: torch.dtype | None,
+    sinks_shape: torch.Size | None,
+    bias_shape: torch.Size | None,
+    causal: bool,
+    softcap: bool,
+    dropout: bool,
+    needs_grad: bool,
+    output_attentions: bool,
+    unknown: tuple[str, ...],
+    disabled: bool,
+    precision: str,
+) -> _Plan:
+    """Validate the facts of a call and route it. Pure, and traceable by Dynamo."""
+    _check_shapes(q_shape, k_shape, v_shape, (dtype, k_dtype, v_dtype), sinks_shape)
+    mask = _mask_kind(mask_shape, mask_dtype, q_shape, k_shape[2], causal)
+    request = AttentionRequest(
+        batch=q_shape[0],
+        kv_batch=k_shape[0] if k_shape[0] == v_shape[0] else -1,
+        mask_batch=0 if mask_shape is None else mask_shape[0],
+        q_heads=q_shape[1],
+        kv_heads=k_shape[1],
+        q_len=q_shape[2],
+        kv_len=k_shape[2],
+        head_dim=q_shape[3],
+        v_head_dim=v_shape[3],
+        dtype=dtype,
+        device=device,
+        mask=mask,
+        softcap=softcap,
+        sinks=sinks_shape is not None,
+        position_bias=bias_shape is not None,
+        dropout=dropout,
+        needs_grad=needs_grad,
+        output_attentions=output_attentions,
+        unknown=unknown,
+        disabled=disabled,
+    )
+    route = decide(request, installed_specs())
+    if route.target != "kernel":
+        return _Plan(request, route, _detail(request, route.reason))
+    op_name = f"{route.kernel.replace('-', '_')}_{route.function}"
+    return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), _blocks(device, route.function))
+
+
+def _detail(request: AttentionRequest, reason: str) -> str:
+    """What exactly the reason refers to, for the routing table."""
+    if reason == "unknown_kwarg":
+        return ", ".join(request.unknown)
+    if reason == "dtype":
+        return str(request.dtype).removeprefix("torch.")
+    if reason == "device":
+        return request.device
+    if reason == "dense_mask":
+        return "bool" if request.mask == "dense_bool" else "float"
+    return ""
+
+
+def _unknown(kwargs: dict[str, Any]) -> list[str]:
+    """Names of keyword arguments with a value that this package does not know; those known to be unsupported raise."""
+    names = []
+    for name, value in kwargs.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        if name in _REFUSED:
+            raise ValueError(f"tpu_attention got {name}=..., which it cannot honour: {_REFUSED[name]}.")
+        names.append(name)
+    return names
+
+
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> None:
+    """Refusals that need the tensors themselves. Eager only: under torch.compile, tracing finds them."""
+    if isinstance(scaling, torch.Tensor):
+        raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
+    places = {"query": query, "key": key, "value": value, "attention_mask": mask}
+    for name, tensor in places.items():
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but query is on {query.device}. Move the inputs to the model's device."
+            )
+
+
+def _check_shapes(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sinks: torch.Size | None,
+) -> None:
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
+        raise ValueError(f"query, key and value must be 4-D [B, H, S, D]; got {tuple(q)}, {tuple(k)}, {tuple(v)}.")
+    if dtypes[0] != dtypes[1] or dtypes[0] != dtypes[2]:
+        raise ValueError(
+            f"query, key and value have different dtypes ({dtypes[0]}, {dtypes[1]}, {dtypes[2]}). Load the model in one "
+            "dtype, or run it under torch.autocast."
+        )
+    if k[1] != v[1] or k[2] != v[2]:
+        raise ValueError(f"key {tuple(k)} and value {tuple(v)} differ in heads or length.")
+    if q[3] != k[3]:
+        raise ValueError(f"query has head_dim {q[3]} but key has {k[3]}.")
+    if k[1] == 0 or q[1] % k[1] != 0:
+        raise ValueError(
+            f"query has {q[1]} heads, which is not a multiple of the {k[1]} key heads. Under tensor parallelism, choose a "
+            "tp_size that divides the number of KV heads, or replicate q/k/v/o projections in tp_plan."
+        )
+    if sinks is not None and tuple(sinks) != (q[1],):
+        raise ValueError(f"sinks have shape {tuple(sinks)}; expected one value for each of {q[1]} query heads.")
+
+
+def _mask_kind(
+    shape: torch.Size | None, dtype: torch.dtype | None, q: torch.Size, kv_len: int, causal: bool
+) -> MaskKind:
+    if shape is None or dtype is None:
+        return "causal" if causal else "none"
+    if len(shape) != 4:
+        raise ValueError(
+            f"attention_mask has shape {tuple(shape)}; tpu_attention takes 4-D masks. A 2-D padding mask reaches it only "
+            "when the mask function is not registered: call tpu_kernels.register() before the forward pass."
+        )
+    if dtype == torch.int32 and masks.is_range_shape(shape, q[2], kv_len):
+        return "ranges+validity" if shape[2] != q[2] else "ranges"
+    if dtype == torch.int32:
+        masks.check_range_mask_shape(shape, q[2], kv_len)
+    if dtype != torch.bool and not dtype.is_floating_point:
+        raise ValueError(
+            f"attention_mask has dtype {dtype}, shape {tuple(shape)}; use bool (True = attend) or float (added to the scores)."
+        )
+    for axis, (have, want) in enumerate(zip(shape, (q[0], q[1], q[2], kv_len), strict=True)):
+        if have != 1 and have != want:
+            raise ValueError(
+                f"attention_mask {tuple(shape)} does not fit [B, Hq, Q, KV] = {(q[0], q[1], q[2], kv_len)} in axis {axis}."
+            )
+    return "dense_bool" if dtype == torch.bool else "dense_float"
+
+
+def _strict_message(module: torch.nn.Module, plan: _Plan) -> str:
+    lines = [f"strict mode: {layer_label(module)} would run on {plan.route.name}. {REASONS[plan.route.reason]}"]
+    if plan.detail:
+        lines.append(f"({plan.detail})")
+    lines += [f"{kernel} refused: {REASONS[code]}" for kernel, code in plan.route.refusals]
+    return "\n".join(lines)
+
+
+_strict = False
+_specs: tuple[specs.KernelSpec, ...] | None = None
+
+
+def set_strict(strict: bool) -> None:
+    """Raise FallbackError instead of falling back."""
+    global _strict
+    _strict = strict
+
+
+def installed_specs() -> tuple[specs.KernelSpec, ...]:
+    """The kernels that calls may be routed to, in order of preference; their ops are defined with them."""
+    if _specs is None:
+        _install()
+    assert _specs is not None
+    return _specs
+
+
+def _install() -> None:
+    global _specs
+    loaded = specs.load_specs()
+    for spec in loaded:
+        for function in spec.functions:
+            ops.op_for(spec, function.name)
+    _specs = loaded
+
+
+def settings() -> tuple[bool, bool]:
+    """(disabled, strict), from TPU_KERNELS_DISABLE, TPU_KERNELS_STRICT and `register(strict=...)`.
+
+    torch.compile reads them once, when it traces.
+    """
+    if torch.compiler.is_compiling():
+        return _traced_settings()
+    return _on("TPU_KERNELS_DISABLE"), _strict or _on("TPU_KERNELS_STRICT")
+
+
+def _on(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+@torch.compiler.assume_constant_result
+def _traced_settings() -> tuple[bool, bool]:
+    return _on("TPU_KERNELS_DISABLE"), _strict or _on("TPU_KERNELS_STRICT")
+
+
+@torch.compiler.assume_constant_result
+def _blocks(device: str, function: str) -> tuple[int, int, int]:
+    tuning = tuning_for(device, function)
+    return tuning.block_q, tuning.block_kv, tuning.vmem_bytes
+
+
+@torch.compiler.assume_constant_result
+def _count_traced(
+    label: str, target: Any, reason: str, kernel: str, function: str, detail: str, device: str
+) -> bool:
+    LEDGER.count_traced(label, Route(target, reason, kernel, function), detail, device)
+    return True

@@ -1,0 +1,124 @@
+"""The calls that no kernel takes: SDPA at its best, and an exact eager attention for what SDPA refuses or drops."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention with native GQA and `is_causal` where that is exact.
+
+    Args:
+        query: [B, Hq, Q, D]. key: [B, Hkv, KV, D]. value: [B, Hkv, KV, Dv].
+        mask: bool (True = attend) or additive float, broadcastable to [B, Hq, Q, KV]; None for none.
+        causal: query i sees keys 0..i (top-left aligned); only with mask None.
+        scale: factor on the scores.
+        dropout: probability, applied as SDPA applies it.
+        position_bias: float, broadcastable to [B, Hq, Q, KV], added to the scaled scores.
+
+    Returns:
+        [B, Hq, Q, Dv].
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if causal and kv_len > q_len:
+        # Top-left causality never reaches keys past the first q_len (the empty tail of a static cache in prefill).
+        key, value = key[:, :, :q_len], value[:, :, :q_len]
+        if position_bias is not None:
+            position_bias = position_bias[..., :q_len]
+    if position_bias is not None:
+        mask, causal = _mask_with_bias(position_bias, mask, causal, query, key), False
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, with float32 scores: scale, softcap, bias, mask, sinks, softmax.
+
+    Arguments as for `sdpa`; softcap 0.0 means none; sinks [Hq] join the softmax denominator, unscaled and unmasked.
+
+    Returns:
+        (output [B, Hq, Q, Dv] in query's dtype, weights [B, Hq, Q, KV] in query's dtype). A row that sees no key is 0.
+    """
+    batch, q_heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    groups = q_heads // kv_heads
+    # [B, Hkv, G, Q, D] against [B, Hkv, 1, KV, D]: the KV heads are broadcast, not repeated.
+    grouped = query.reshape(batch, kv_heads, groups, q_len, query.shape[3])
+    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * scale
+    scores = scores.reshape(batch, q_heads, q_len, kv_len)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias.float()
+    if causal:
+        mask = _top_left(q_len, kv_len, query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask.float()
+    # The maximum is taken over finite values only, so that a row without keys gives 0 / 0 nowhere.
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.float().reshape(1, q_heads, 1, 1)
+        top = torch.maximum(top, sink)
+    top = torch.where(torch.isinf(top), torch.zeros_like(top), top).detach()
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    weights = weights / torch.where(total == 0, torch.ones_like(total), total)
+    weights = F.dropout(weights, dropout, training=True) if dropout else weights
+    weights = weights.to(query.dtype)
+    out = torch.matmul(weights.reshape(batch, kv_heads, groups, q_len, kv_len), value.unsqueeze(2))
+    return out.reshape(batch, q_heads, q_len, value.shape[3]), weights
+
+
+def _top_left(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """Bool [1, 1, Q, KV]: query i sees keys 0..i."""
+    rows = torch.arange(q_len, device=device)[:, None]
+    return (torch.arange(kv_len, device=device)[None, :] <= rows)[None, None]
+
+
+def _mask_with_bias(
+    bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """One additive mask of bias and mask: -inf where a pair may not attend."""
+    bias = bias.to(query.dtype)
+    if causal:
+        mask = _top_left(query.shape[2], key.shape[2], query.device)
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.full((), float("-inf"), dtype=bias.dtype, device=bias.device))
+    return bias + mask.to(query.dtype)

@@ -1,0 +1,198 @@
+"""What was counted: calls per layer, route and reason; and the table that `explain()` returns."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .reasons import REASONS
+from .routing import Route
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+logger = logging.getLogger("tpu_kernels")
+
+
+class _Layer:
+    """Counts of one attention module. Holds the module weakly, so that the ledger keeps no model alive."""
+
+    __slots__ = ("counts", "label", "ref")
+
+    def __init__(self, module: Any) -> None:
+        self.ref = weakref.ref(module)
+        self.label = layer_label(module)
+        self.counts: Counter[tuple[Route, str, str]] = Counter()
+
+
+def layer_label(module: Any) -> str:
+    """"LlamaAttention.3", or the class name alone where the module has no layer index."""
+    index = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    return name if index is None else f"{name}.{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the routing table. `traced` is how often the call was compiled into a graph (its runs are not seen)."""
+
+    layer: str
+    route: str
+    reason: str
+    detail: str
+    device: str
+    calls: int
+    traced: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where attention calls went since the last `reset()`.
+
+    rows: per layer, route and reason. masks: how often a mask could not become a row range, by reason.
+    never_called: names of live models that asked for this attention and whose attention never reached it.
+    """
+
+    rows: tuple[Row, ...]
+    masks: dict[str, int]
+    never_called: tuple[str, ...]
+
+    @property
+    def total_calls(self) -> int:
+        return sum(row.calls + row.traced for row in self.rows)
+
+    @property
+    def kernel_calls(self) -> int:
+        return sum(row.calls + row.traced for row in self.rows if row.reason == "kernel")
+
+    @property
+    def fallback_calls(self) -> int:
+        return self.total_calls - self.kernel_calls
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=120, force_terminal=False)
+        table = Table("layer", "route", "reason", "on", "calls", "traced", title="attention calls")
+        for row in self.rows:
+            reason = row.reason + (f" ({row.detail})" if row.detail else "")
+            table.add_row(row.layer, row.route, reason, row.device, str(row.calls), str(row.traced))
+        console.print(table)
+        console.print(
+            f"{self.total_calls} calls: {self.kernel_calls} on a kernel, {self.fallback_calls} fell back."
+        )
+        for code in sorted({row.reason for row in self.rows} - {"kernel"}):
+            console.print(f"  {REASONS[code]}")
+        for code, count in sorted(self.masks.items()):
+            console.print(f"  dense mask, {count} built: {code}")
+        for name in self.never_called:
+            console.print(
+                f"  {name}: accepts the name but its attention never called the attention interface"
+                " (not run since reset(), or the model has its own attention code that ignores the name)."
+            )
+        return buffer.getvalue()
+
+    __repr__ = __str__
+
+
+class Ledger:
+    """Counts routes. One lives in the package; `explain()` reads it and `reset()` clears it."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _Layer] = {}
+        self._traced: Counter[tuple[str, Route, str, str]] = Counter()
+        self._warned: set[tuple[str, str]] = set()
+
+    def count(self, module: Any, route: Route, detail: str, device: str) -> None:
+        """One eager call. About a microsecond."""
+        layer = self._layers.get(id(module))
+        if layer is None or layer.ref() is not module:  # ids are used again after a module is gone
+            if layer is not None:
+                self._layers[-id(layer)] = layer
+            layer = self._layers[id(module)] = _Layer(module)
+        layer.counts[route, detail, device] += 1
+        if route.target != "kernel":
+            self._warn_once(type(module).__name__, route, detail)
+
+    def count_traced(self, label: str, route: Route, detail: str, device: str) -> None:
+        """One call compiled into a graph."""
+        self._traced[label, route, detail, device] += 1
+        if route.target != "kernel":
+            self._warn_once(label.rsplit(".", 1)[0], route, detail)
+
+    def clear(self) -> None:
+        self._layers.clear()
+        self._traced.clear()
+        self._warned.clear()
+
+    def _warn_once(self, model: str, route: Route, detail: str) -> None:
+        if (model, route.reason) in self._warned:
+            return
+        self._warned.add((model, route.reason))
+        what = f" [{detail}]" if detail else ""
+        logger.warning("%s runs on %s: %s%s", model, route.name, REASONS[route.reason], what)
+
+    def explain(self, masks: dict[str, int], names: Iterable[str], model: Any = None) -> Explanation:
+        """The table. `names` are the attention names this package registered; `model` limits it to one model."""
+        models = [model] if model is not None else live_models()
+        paths: dict[int, str] = {}
+        never: list[str] = []
+        wanted = set(names)
+        called = {id(layer.ref()) for layer in self._layers.values() if layer.ref() is not None}
+        traced_labels = {label for label, *_ in self._traced}
+        for root in models:
+            modules = dict(root.named_modules())
+            for path, module in modules.items():
+                paths.setdefault(id(module), path)
+            if uses(root, wanted) and not any(
+                id(module) in called or layer_label(module) in traced_labels for module in modules.values()
+            ):
+                never.append(type(root).__name__)
+        rows: Counter[tuple[str, str, str, str, str]] = Counter()
+        traced: Counter[tuple[str, str, str, str, str]] = Counter()
+        for layer in self._layers.values():
+            module = layer.ref()
+            if model is not None and (module is None or id(module) not in paths):
+                continue
+            label = paths.get(id(module), "") if module is not None else ""
+            for (route, detail, device), calls in layer.counts.items():
+                rows[label or layer.label, route.name, route.reason, detail, device] += calls
+        labels = {layer_label(module): paths[id(module)] for root in models for module in root.modules()}
+        for (label, route, detail, device), calls in self._traced.items():
+            if model is not None and label not in labels:
+                continue
+            traced[labels.get(label, label), route.name, route.reason, detail, device] += calls
+        keys = sorted(rows.keys() | traced.keys(), key=lambda key: (_natural(key[0]), *key[1:]))
+        return Explanation(
+            tuple(Row(*key, calls=rows[key], traced=traced[key]) for key in keys), dict(masks), tuple(sorted(never))
+        )
+
+
+def _natural(text: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key under which layers.10 comes after layers.9."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in text.split("."))
+
+
+def live_models() -> list[torch.nn.Module]:
+    """The PreTrainedModels alive in this process that are not part of another one (read from the garbage collector)."""
+    from transformers import PreTrainedModel
+
+    # type() and not isinstance(): proxies in the heap must not be woken by a __class__ look-up.
+    found = [obj for obj in gc.get_objects() if issubclass(type(obj), PreTrainedModel)]
+    inner = {id(sub) for root in found for sub in root.modules() if sub is not root}
+    return [root for root in found if id(root) not in inner]
+
+
+def uses(model: torch.nn.Module, names: set[str]) -> bool:
+    """Whether some configuration in `model` asks for one of the attention `names`."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "_attn_implementation", None) in names for config in configs)

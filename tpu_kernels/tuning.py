@@ -1,0 +1,57 @@
+"""Block sizes and memory budgets by TPU generation."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+# Scoped VMEM a kernel may plan with, in bytes: the core's VMEM (jax's TpuInfo; v4 16 MiB, v5e 128, v5p 64, v6e 128,
+# tpu7x 64) less room for the compiler's own spills. v5e is kept at 64 MiB, the smaller of two published figures.
+_MIB = 1 << 20
+_VMEM_BYTES = {"v4": 14 * _MIB, "v5e": 56 * _MIB, "v5p": 56 * _MIB, "v6e": 100 * _MIB, "tpu7x": 56 * _MIB}
+
+# Device kinds as torch_tpu and libtpu spell them.
+_GENERATIONS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "TPU v7x": "tpu7x",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Static arguments of a kernel function. 0 lets the kernel choose."""
+
+    block_q: int = 0
+    block_kv: int = 0
+    vmem_bytes: int = 0
+
+
+@functools.cache
+def generation() -> str:
+    """The TPU generation that kernels are built for: TPU_KERNELS_TARGET, else the attached chip's, else ""."""
+    if target := os.environ.get("TPU_KERNELS_TARGET"):
+        if target not in _VMEM_BYTES:
+            raise ValueError(f"TPU_KERNELS_TARGET={target!r} is not one of {', '.join(_VMEM_BYTES)}.")
+        return target
+    tpu = getattr(torch, "tpu", None)
+    if tpu is None or not tpu.is_available():
+        return ""
+    return _GENERATIONS.get(tpu.get_device_name(), "")
+
+
+@functools.cache
+def tuning_for(device: str, function: str) -> Tuning:
+    """Block sizes and VMEM budget for a kernel function on "tpu" or "cpu" (emulated: the kernel's own choice)."""
+    if device != "tpu":
+        return Tuning()
+    return Tuning(vmem_bytes=_VMEM_BYTES.get(generation(), 0))
