@@ -1,0 +1,73 @@
+"""Torch functions and small modules to be emitted, under names that a worker process can import by path."""
+
+# No `from __future__ import annotations`: torch_tpu wants annotations as objects.
+import functools
+
+import jax
+import torch
+import torch.nn.functional as F
+
+from tpu_kernels.offdevice.torch_trace import Program
+
+
+def sdpa(q, k, v, mask=None, *, causal=False, gqa=False):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+
+
+def sdpa_repeated(q, k, v):
+    """GQA the way transformers' sdpa does it under torch.compile: K and V repeated."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def scale_and_shift(x: jax.Array, y: jax.Array, factor: float) -> jax.Array:
+    """Stands for a kernel: plain JAX, so that the module it is put into can also run on a CPU."""
+    return jax.jit(lambda a, b: a * factor + b)(x, y)
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[:, ::2], x[:, 1::2] * 2
+
+
+@functools.cache
+def _kernel_ops():
+    """The torch ops that torch_tpu makes of the JAX functions; their names can be taken once a process."""
+    return tuple(
+        torch.tpu.pallas.jax_op(f"programs::{each.__name__}", each) for each in (scale_and_shift, split)
+    )
+
+
+class Chained(torch.nn.Module):
+    """Kernels whose inputs depend on other kernels' outputs, and a kernel with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 16))
+        self.ops = _kernel_ops()
+
+    def forward(self, x):
+        call, halves = self.ops
+        first = call(x * self.weight, x, 3.0)
+        second = call(first + 1, first, 0.5)
+        left, right = halves(second - x)
+        return left + right, call(second, first, 3.0).sum(-1), left
+
+
+def chained() -> Program:
+    return Program(Chained(), (torch.empty(8, 16, device="meta"),))
+
+
+class Breaks(torch.nn.Module):
+    def forward(self, x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+def breaks() -> Program:
+    return Program(Breaks(), (torch.empty(8, 128, device="meta"),))
+
+
+def fails_to_build() -> Program:
+    raise ValueError("no such geometry")
