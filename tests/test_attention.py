@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -340,23 +341,25 @@ class SimpleNamespaceModule(SimpleNamespace):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_one_graph_under_compile(dynamic, backend):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     layer = Layer()
-    calls = []
-
-    def step(q, k, v, mask):
-        calls.append(1)
-        return tpu_attention(layer, q, k, v, mask)[0]
-
-    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
-    for q_len, kv_len, fill in ((1, 40, 7), (1, 40, 20), (6, 40, 3)):
+    compiled = torch.compile(
+        lambda q, k, v, mask: tpu_attention(layer, q, k, v, mask, dropout=0.0, scaling=0.25)[0],
+        fullgraph=True,
+        backend=counter,
+        dynamic=dynamic,
+    )
+    for q_len, kv_len, fill, graphs in ((1, 40, 7, 1), (1, 40, 20, 1), (6, 40, 3, 2)):
         q, k, v = tensors(q_len, kv_len)
         ends = torch.full((B, q_len), fill, dtype=torch.int32)
         mask = masks.encode_ranges(torch.zeros_like(ends), ends, torch.ones(B, kv_len, dtype=torch.bool), kv_len)
         with torch.no_grad():
             close(compiled(q, k, v, mask), tpu_attention(layer, q, k, v, mask)[0])
+        assert counter.frame_count == graphs
     table = tpu_kernels.explain()
     assert table.fallback_calls == 0
-    assert sum(row.traced for row in table.rows) >= 1
+    assert sum(row.traced for row in table.rows) == 2
 
 
 def test_range_op_passes_opcheck():

@@ -108,13 +108,15 @@ def tpu_attention(
     sinks = s_aux if s_aux is not None else sinks
     unknown = tuple(sorted(_unknown(kwargs))) if kwargs else ()
     if scaling is None:
-        scaling = query.shape[3] ** -0.5
+        scaling = query.shape[-1] ** -0.5
+    elif isinstance(scaling, torch.Tensor):
+        raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
     causal = False
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if cu_seq_lens_q is not None or sliding_window:
             attention_mask = _ranges_from_kwargs(query, key, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
-        causal = causal and attention_mask is None and query.shape[2] > 1
+        causal = causal and attention_mask is None and query.shape[-2] > 1
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -122,7 +124,7 @@ def tpu_attention(
         or (sinks is not None and sinks.requires_grad)
         or (position_bias is not None and position_bias.requires_grad)
     )
-    disabled, strict = settings()
+    disabled, strict, precision = settings()
     facts = (
         query.shape,
         key.shape,
@@ -130,9 +132,8 @@ def tpu_attention(
         query.dtype,
         key.dtype,
         value.dtype,
-        device,
-        None if attention_mask is None else attention_mask.shape,
-        None if attention_mask is None else attention_mask.dtype,
+        (query.device, key.device, value.device),
+        None if attention_mask is None else (attention_mask.shape, attention_mask.dtype, attention_mask.device),
         None if sinks is None else sinks.shape,
         None if position_bias is None else position_bias.shape,
         causal,
@@ -142,14 +143,13 @@ def tpu_attention(
         bool(output_attentions),
         unknown,
         disabled,
-        torch.get_float32_matmul_precision(),
+        precision,
     )
     if compiling:
         plan = _make_plan(*facts)
     else:
         found = _plans.get(facts)
         if found is None:
-            _check(query, key, value, attention_mask, scaling)
             found = _plans[facts] = _make_plan(*facts)
         plan = found
     route = plan.route
@@ -265,9 +265,8 @@ def _make_plan(
     dtype: torch.dtype,
     k_dtype: torch.dtype,
     v_dtype: torch.dtype,
-    device: str,
-    mask_shape: torch.Size | None,
-    mask_dtype: torch.dtype | None,
+    devices: tuple[torch.device, torch.device, torch.device],
+    mask_facts: tuple[torch.Size, torch.dtype, torch.device] | None,
     sinks_shape: torch.Size | None,
     bias_shape: torch.Size | None,
     causal: bool,
@@ -280,7 +279,10 @@ def _make_plan(
     precision: str,
 ) -> _Plan:
     """Validate the facts of a call and route it. Pure, and traceable by Dynamo."""
+    _check_devices(devices, None if mask_facts is None else mask_facts[2])
     _check_shapes(q_shape, k_shape, v_shape, (dtype, k_dtype, v_dtype), sinks_shape)
+    device = devices[0].type
+    mask_shape, mask_dtype = (None, None) if mask_facts is None else mask_facts[:2]
     mask = _mask_kind(mask_shape, mask_dtype, q_shape, k_shape[2], causal)
     request = AttentionRequest(
         batch=q_shape[0],
@@ -336,18 +338,12 @@ def _unknown(kwargs: dict[str, Any]) -> list[str]:
     return names
 
 
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+def _check_devices(
+    devices: tuple[torch.device, torch.device, torch.device], mask_device: torch.device | None
 ) -> None:
-    """Refusals that need the tensors themselves. Eager only: under torch.compile, tracing finds them."""
-    if isinstance(scaling, torch.Tensor):
-        raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
-    places = {"query": query, "key": key, "value": value, "attention_mask": mask}
-    for name, tensor in places.items():
-        if tensor is not None and tensor.device != query.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} but query is on {query.device}. Move the inputs to the model's device."
-            )
+    for name, device in zip(("key", "value", "attention_mask"), (*devices[1:], mask_device), strict=True):
+        if device is not None and device != devices[0]:
+            raise ValueError(f"{name} is on {device} but query is on {devices[0]}. Move the inputs to the model's device.")
 
 
 def _check_shapes(
@@ -438,14 +434,21 @@ def _install() -> None:
     _specs = loaded
 
 
-def settings() -> tuple[bool, bool]:
-    """(disabled, strict), from TPU_KERNELS_DISABLE, TPU_KERNELS_STRICT and `register(strict=...)`.
-
-    torch.compile reads them once, when it traces.
+def settings() -> tuple[bool, bool, str]:
+    """(disabled, strict, float32 matmul precision): from TPU_KERNELS_DISABLE; TPU_KERNELS_STRICT or
+    `register(strict=...)`; `torch.set_float32_matmul_precision`. torch.compile reads them once, when it traces.
     """
     if torch.compiler.is_compiling():
         return _traced_settings()
-    return _on("TPU_KERNELS_DISABLE"), _strict or _on("TPU_KERNELS_STRICT")
+    return _read_settings()
+
+
+def _read_settings() -> tuple[bool, bool, str]:
+    return (
+        _on("TPU_KERNELS_DISABLE"),
+        _strict or _on("TPU_KERNELS_STRICT"),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 def _on(variable: str) -> bool:
@@ -453,8 +456,8 @@ def _on(variable: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _traced_settings() -> tuple[bool, bool]:
-    return _on("TPU_KERNELS_DISABLE"), _strict or _on("TPU_KERNELS_STRICT")
+def _traced_settings() -> tuple[bool, bool, str]:
+    return _read_settings()
 
 
 @torch.compiler.assume_constant_result

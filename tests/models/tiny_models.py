@@ -99,7 +99,7 @@ SEQ2SEQ = {
     for model in (
         TinyModel("t5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 128,
                          "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1},
-                  routes=frozenset({("sdpa", "position_bias"), ("kernel", "kernel")}), common=False,
+                  routes=frozenset({("sdpa", "position_bias")}), common=False,
                   auto_class=AutoModelForSeq2SeqLM),
         TinyModel("whisper", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
                               "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
