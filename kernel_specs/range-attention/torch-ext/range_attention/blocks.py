@@ -24,7 +24,9 @@ def vmem_need(blocks: Blocks, heads: int, head_dim: int, v_dim: int, itemsize: i
     rows = blocks.rows * heads
     copied = 2 * itemsize * (blocks.kv + rows) * (d + dv)  # the pipeline holds two of every block
     carried = 4 * rows * (dv + 4 * LANES)  # accumulator, running maximum, sums, starts, ends
-    scores = 4 * rows * (3 * blocks.tile + 2 * dv)  # this tile's scores, the next one's, the weights, products
+    scores = (
+        4 * rows * (3 * blocks.tile + 2 * dv)
+    )  # this tile's scores, the next one's, the weights, products
     return copied + carried + scores
 
 
@@ -52,7 +54,14 @@ def choose_blocks(
         return Blocks(rows, kv, min(tile, kv))
 
     candidates = [(512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512), (256, 512, 256)]
-    candidates += [(128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128), (64, 128, 128), (16, 128, 128)]
+    candidates += [
+        (128, 512, 256),
+        (128, 256, 256),
+        (128, 256, 128),
+        (128, 128, 128),
+        (64, 128, 128),
+        (16, 128, 128),
+    ]
     for rows, kv, tile in candidates:
         blocks = fit(rows, kv, tile)
         if vmem_need(blocks, heads, head_dim, v_dim, itemsize) <= 0.75 * budget:

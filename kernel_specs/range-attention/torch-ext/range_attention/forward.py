@@ -78,7 +78,9 @@ def check_arguments(
     """Raises ValueError naming the first argument that does not fit."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, head_dim], got shape {x.shape}")
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, heads, length, head_dim], got shape {x.shape}"
+            )
     batch, q_heads, q_len, head_dim = q.shape
     _, kv_heads, kv_len, _ = k.shape
     if q.dtype not in (jnp.float32, jnp.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -132,7 +134,9 @@ def attend(
         x = x.reshape(*lead, q_blocks, rows)
         return jnp.pad(x, [(0, 0)] * (len(lead) + 1) + [(0, lanes - rows)])
 
-    ranges = jnp.stack([by_block(starts, q_blocks), by_block(ends, q_blocks)], axis=2)  # [B, q_blocks, 2, lanes]
+    ranges = jnp.stack(
+        [by_block(starts, q_blocks), by_block(ends, q_blocks)], axis=2
+    )  # [B, q_blocks, 2, lanes]
 
     def kv_index(b, h, g, i, j, lo, hi, *_):
         first, last = lo[b * q_blocks + i] // n, (hi[b * q_blocks + i] + n - 1) // n - 1
@@ -150,7 +154,9 @@ def attend(
         valid = jnp.pad(key_valid.astype(jnp.int32), ((0, 0), (0, kv_blocks * blocks.kv - kv_len)))
         operands.append(valid.reshape(batch, kv_blocks * n, 1, blocks.tile))
         in_specs.append(
-            pl.BlockSpec((1, n, 1, blocks.tile), lambda b, h, g, i, j, *s: (b, kv_index(b, h, g, i, j, *s)[2], 0, 0))
+            pl.BlockSpec(
+                (1, n, 1, blocks.tile), lambda b, h, g, i, j, *s: (b, kv_index(b, h, g, i, j, *s)[2], 0, 0)
+            )
         )
     if sink_rows is not None:
         per_row = sink_rows.shape[-1] > 1
@@ -259,7 +265,9 @@ def _kernel(
     v_dim = v_ref.shape[-1]
     tile, n = blocks.tile, blocks.kv // blocks.tile
     chunks = range(0, tile, LANES)
-    if softcap:  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
+    if (
+        softcap
+    ):  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
         inner, unit = scale / softcap, softcap * _LOG2E
     else:
         inner, unit = 1.0, scale * _LOG2E

@@ -1,0 +1,100 @@
+"""The kernel under JAX's checking interpreter: races, reads of memory nobody wrote, steps in any order.
+
+The plain interpreter (interpret=True) and the checking one see different faults, so each case runs under both. Steps of
+grid dimensions that are declared parallel run on two emulated cores, in an order that the seed shuffles; memory that
+nothing was written to holds NaN; a block is not there before its copy is waited for.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pltpu
+from range_attention_reference import check, make_call, run
+
+SEEDS = (0, 1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter() -> Iterator[None]:
+    """An exception leaves the checking interpreter's memory behind; the next test must not see it."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def hostile(seed: int) -> pltpu.InterpretParams:
+    return pltpu.InterpretParams(
+        detect_races=True, num_cores_or_threads=2, random_seed=seed,
+        uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait",
+    )  # fmt: skip
+
+
+CASES = {
+    "forward": ("forward", dict(block_q=16, block_kv=128)),
+    "forward, two tiles a block": ("forward", dict(block_q=0, block_kv=256)),
+    "decode": ("decode", dict(block_kv=128)),
+}
+
+
+@pytest.mark.parametrize(
+    "extras", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "all extras"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_checking_interpreter(case: str, extras: bool) -> None:
+    function, options = CASES[case]
+    q_len = 3 if function == "decode" else 33
+    rng = np.random.default_rng(len(case))
+    starts, ends = rng.integers(-3, 301, (2, q_len)), rng.integers(0, 304, (2, q_len))
+    starts[1, :16], ends[1, :16] = 0, 300  # full tiles too
+    call = make_call(0, "f32", 2, 2, 1, q_len, 300, 24, 40, starts=starts, ends=ends)
+    if extras:
+        call.valid = rng.random((2, 300)) < 0.7
+        call.valid[0, 128:256] = False
+        call.sinks = np.array([0.5, -1.0], np.float32)
+        call.softcap = 3.0
+    plain = check(call, function, **options)
+    for seed in SEEDS:
+        out = check(call, function, interpret=hostile(seed), **options)
+        torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", ["forward", "decode"])
+def test_shapes_smaller_than_a_block(function: str) -> None:
+    """Nearly all of every block lies outside the arrays, where the interpreter has NaN."""
+    call = make_call(1, "f32", 1, 2, 1, 1, 3, 5, 7)
+    check(call, function)
+    check(call, function, interpret=hostile(0))
+
+
+def test_the_checking_interpreter_does_raise() -> None:
+    """Without this, the tests above could pass because nothing is checked."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    def accumulate(x_ref, o_ref):  # type: ignore[no-untyped-def]
+        o_ref[...] += x_ref[
+            ...
+        ]  # every step adds to the same block, although the steps are declared independent
+
+    with pytest.raises(Exception, match="(?i)race"):
+        jax.block_until_ready(
+            pl.pallas_call(
+                accumulate, grid=(4,), in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+                out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+                out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+                compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+                interpret=hostile(0),
+            )(jnp.ones((32, 128), jnp.float32))
+        )  # fmt: skip
+
+
+def test_poison_under_the_checking_interpreter() -> None:
+    """Poisoned slots past the filled length: what is hidden stays hidden there too."""
+    call = make_call(2, "f32", 1, 2, 1, 2, 300, 16, ends=np.array([[129, 130]]))
+    clean = run(call, "decode", block_kv=128)
+    call.k[:, :, 130:] = float("nan")
+    call.v[:, :, 130:] = float("inf")
+    out = run(call, "decode", block_kv=128, interpret=hostile(0))
+    torch.testing.assert_close(out, clean, rtol=1e-6, atol=1e-6)
