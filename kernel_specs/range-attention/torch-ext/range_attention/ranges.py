@@ -66,5 +66,5 @@ def block_bounds(
 
     empty = lo >= hi
     lo, hi = jnp.where(empty, 0, lo), jnp.where(empty, 0, hi)
-    flat = [x.astype(jnp.int32).reshape(-1) for x in (lo, hi, full_lo, full_hi)]
-    return BlockBounds(*flat, None if tile_state is None else tile_state.reshape(-1))
+    lo, hi, full_lo, full_hi = (x.astype(jnp.int32).reshape(-1) for x in (lo, hi, full_lo, full_hi))
+    return BlockBounds(lo, hi, full_lo, full_hi, None if tile_state is None else tile_state.reshape(-1))
