@@ -1,0 +1,365 @@
+"""Masks as ranges against transformers' own dense masks, for every builder in its masking_utils.
+
+Each case calls transformers' builder twice, once with this package's mask function and once with sdpa_mask (no skips):
+the expanded ranges must equal the dense mask exactly. test_transformers_5_24.py runs this file on the other release.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionMaskInterface
+from transformers import masking_utils as mu
+
+from tpu_kernels import masks
+from tpu_kernels.mask_encoding import expand_range_mask
+
+
+def _dense(*args, **kwargs):
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return mu.sdpa_mask(*args, **kwargs)
+
+
+AttentionMaskInterface.register("ranges_under_test", masks.tpu_attention_mask)
+AttentionMaskInterface.register("dense_reference", _dense)
+
+
+class Cache:
+    """What the builders read of a cache: where queries start, how many keys come back, from which position."""
+
+    def __init__(self, q_offset, kv_length, kv_offset=0, compileable=False, sliding=False):
+        self.q_offset, self.sizes = q_offset, (kv_length, kv_offset)
+        self.is_compileable, self.is_sliding = compileable, [sliding]
+
+    def get_query_offset(self, _layer_idx):
+        return self.q_offset
+
+    def get_mask_sizes(self, _q_length, _layer_idx):
+        return self.sizes
+
+
+class Config:
+    """What the builders read of a configuration."""
+
+    is_causal = True
+
+    def __init__(self, model_type, sliding_window, attention_chunk_size):
+        self.model_type, self.sliding_window, self.attention_chunk_size = (
+            model_type, sliding_window, attention_chunk_size
+        )  # fmt: skip
+        self._attn_implementation = "ranges_under_test"
+
+
+def config(model_type="llama", sliding_window=None, attention_chunk_size=None):
+    return Config(model_type, sliding_window, attention_chunk_size)
+
+
+def build(builder, implementation, settings_, batch, q_len, cache=None, **kwargs):
+    if implementation != settings_._attn_implementation:
+        settings_ = copy.copy(settings_)
+        settings_._attn_implementation = implementation
+    if cache is not None:
+        name = "cache" if "cache" in inspect.signature(inspect.unwrap(builder)).parameters else "past_key_values"
+        kwargs[name] = cache
+    elif "past_key_values" in inspect.signature(builder).parameters:
+        kwargs["past_key_values"] = None
+    else:
+        kwargs["cache"] = None
+    return builder(config=settings_, inputs_embeds=torch.zeros(batch, q_len, 4), **kwargs)
+
+
+def check(builder, settings_, batch, q_len, ranges_expected=True, causal=True, **kwargs):
+    """The two masks agree; returns ours."""
+    want = build(builder, "dense_reference", settings_, batch, q_len, **kwargs)
+    got = build(builder, "ranges_under_test", settings_, batch, q_len, **kwargs)
+    kv_len = want.shape[-1]
+    if got is None:
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+        seen = seen.tril() if causal and q_len > 1 else seen
+        seen = seen.expand(batch, 1, q_len, kv_len)
+    elif got.dtype == torch.int32:
+        seen = expand_range_mask(got, q_len, kv_len)
+    else:
+        seen = got
+    assert torch.equal(seen, want.expand(batch, 1, q_len, kv_len))
+    if ranges_expected:
+        assert got is None or got.dtype == torch.int32
+    else:
+        assert got.dtype == torch.bool
+    return got
+
+
+def padding_of(kind, batch, length, generator):
+    if kind == "none":
+        return None
+    keep = torch.ones(batch, length, dtype=torch.int64)
+    for row in range(batch):
+        count = int(torch.randint(0, length + 1, (), generator=generator))
+        if kind == "left":
+            keep[row, :count] = 0
+        elif kind == "right":
+            keep[row, length - count :] = 0
+        elif kind == "holes":
+            keep[row] = torch.randint(0, 2, (length,), generator=generator)
+    return keep
+
+
+BUILDERS = {
+    "causal": mu.create_causal_mask,
+    "sliding": mu.create_sliding_window_causal_mask,
+    "chunked": mu.create_chunked_causal_mask,
+    "bidirectional": mu.create_bidirectional_mask,
+    "bidirectional_sliding": mu.create_bidirectional_sliding_window_mask,
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(BUILDERS)),
+    batch=st.integers(1, 3),
+    q_len=st.integers(1, 9),
+    past=st.integers(0, 12),
+    cache=st.sampled_from(["none", "dynamic", "static", "static_tensor", "sliding"]),
+    tail=st.integers(0, 6),
+    padding=st.sampled_from(["none", "ones", "left", "right", "holes"]),
+    size=st.integers(1, 12),
+    seed=st.integers(0, 2**31),
+)
+def test_every_builder_with_caches_and_padding(kind, batch, q_len, past, cache, tail, padding, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    made = config(sliding_window=size, attention_chunk_size=size)
+    state = None
+    if cache == "none":
+        past = tail = 0
+    elif cache == "dynamic":
+        state, tail = Cache(past, past + q_len), 0
+    elif cache == "static":
+        state = Cache(past, past + q_len + tail, compileable=True)
+    elif cache == "static_tensor":
+        state = Cache(torch.tensor(past), past + q_len + tail, compileable=True)
+    elif kind in ("sliding", "chunked", "bidirectional_sliding"):
+        tail = 0
+        dropped = max(past - size + 1, 0)
+        state = Cache(past, past - dropped + q_len, dropped, sliding=True)
+    else:
+        cache, past, tail = "none", 0, 0
+    keep = padding_of(padding, batch, past + q_len, generator)
+    check(
+        BUILDERS[kind], made, batch, q_len, cache=state, attention_mask=keep,
+        causal=not kind.startswith("bidirectional"),
+    )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(["causal", "sliding", "chunked"]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    batch=st.integers(1, 2),
+    size=st.integers(1, 5),
+)
+def test_packed_documents(kind, lengths, batch, size):
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    made = config(sliding_window=size, attention_chunk_size=size)
+    check(BUILDERS[kind], made, batch, positions.shape[1], attention_mask=None, position_ids=positions)
+
+
+def image_blocks(lengths):
+    """Ids as gemma3 numbers them: -1 for text, 0, 1, ... for each image."""
+    ids, image = [], 0
+    for index, length in enumerate(lengths):
+        ids += [image if index % 2 else -1] * length
+        image += index % 2
+    return torch.tensor([ids])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    kind=st.sampled_from(["causal", "sliding"]),
+    packed=st.booleans(),
+    padding=st.sampled_from(["none", "left", "right"]),
+    static=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_image_blocks(lengths, kind, packed, padding, static, seed):
+    ids = image_blocks(lengths).expand(2, -1)
+    q_len = ids.shape[1]
+    kwargs = {"attention_mask": padding_of(padding, 2, q_len, torch.Generator().manual_seed(seed))}
+    if static:
+        kwargs["cache"] = Cache(torch.tensor(0), q_len + 4, compileable=True)
+    elif packed and padding == "none":
+        half = q_len // 2
+        kwargs["position_ids"] = torch.cat([torch.arange(half), torch.arange(q_len - half)])[None]
+    check(
+        BUILDERS[kind], config("gemma3_text", sliding_window=4), 2, q_len, block_sequence_ids=ids, **kwargs
+    )  # fmt: skip
+
+
+def test_blocks_that_may_stand_apart_stay_dense():
+    ids = torch.tensor([[0, -1, 0, 1, -1, 1]])
+    masks.dense_reasons.clear()
+    got = check(mu.create_causal_mask, config(), 1, 6, ranges_expected=False, attention_mask=None, block_sequence_ids=ids)
+    assert got.shape == (1, 1, 6, 6)
+    assert list(masks.dense_reasons.as_dict()) == ["block ids of model type llama are not known to be contiguous"]
+
+
+@pytest.mark.parametrize("which", ["or_mask_function", "and_mask_function"])
+def test_a_users_own_mask_function_stays_dense(which):
+    masks.dense_reasons.clear()
+
+    def every_third(_b, _h, q, k):
+        return (q + k) % 3 == 0
+
+    check(mu.create_causal_mask, config(), 2, 7, ranges_expected=False, attention_mask=None, **{which: every_third})
+    (reason,) = masks.dense_reasons.as_dict()
+    assert "every_third is not one of transformers' own" in reason
+
+
+def test_transformers_own_functions_given_by_the_user_become_ranges():
+    kwargs = {"and_mask_function": mu.sliding_window_overlay(3), "attention_mask": None}
+    check(mu.create_causal_mask, config(), 2, 7, **kwargs)
+
+
+@pytest.mark.parametrize("model_type", sorted(masks.DENSE_MODEL_TYPES))
+def test_model_types_that_compute_on_masks_get_dense_ones(model_type):
+    for name in (model_type, model_type + "_text"):
+        check(mu.create_causal_mask, config(name), 1, 4, ranges_expected=False, attention_mask=None)
+
+
+def test_an_unknown_release_gets_dense_masks(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.31.0")
+    masks.dense_reasons.clear()
+    check(mu.create_causal_mask, config(), 1, 4, ranges_expected=False, attention_mask=None)
+    assert any("5.31.0" in reason for reason in masks.dense_reasons.as_dict())
+
+
+def rows_of(mask, q_len, kv_len):
+    return [row.nonzero()[:, 0].tolist() for row in expand_range_mask(mask, q_len, kv_len)[0, 0]]
+
+
+def test_known_answer_window_counts_the_query_itself():
+    got = build(BUILDERS["sliding"], "ranges_under_test", config(sliding_window=3), 1, 5, attention_mask=None)
+    assert rows_of(got, 5, 5) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+def test_known_answer_chunks_start_at_the_first_real_token():
+    keep = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    got = build(BUILDERS["chunked"], "ranges_under_test", config(attention_chunk_size=3), 1, 6, attention_mask=keep)
+    assert rows_of(got, 6, 6) == [[], [1], [1, 2], [1, 2, 3], [4], [4, 5]]
+
+
+def test_known_answer_static_decode():
+    cache = Cache(torch.tensor(4), 8, compileable=True)
+    got = build(
+        BUILDERS["causal"], "ranges_under_test", config(), 1, 1, cache=cache,
+        attention_mask=torch.tensor([[0, 0, 1, 1, 1]]),
+    )  # fmt: skip
+    assert rows_of(got, 1, 8) == [[2, 3, 4]]
+
+
+def test_known_answer_two_documents():
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    got = build(BUILDERS["causal"], "ranges_under_test", config(), 1, 5, attention_mask=None, position_ids=positions)
+    assert rows_of(got, 5, 5) == [[0], [0, 1], [2], [2, 3], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("q_len", "cache", "is_none"),
+    [
+        (5, None, True),
+        (5, Cache(0, 5), True),
+        (1, Cache(7, 8), True),
+        (5, Cache(0, 9), False),
+        (5, Cache(3, 8), False),
+        (1, Cache(7, 12), False),
+        (1, Cache(torch.tensor(7), 8), False),
+        (1, Cache(7, 8, compileable=True), False),
+    ],
+)
+def test_none_only_where_it_is_exact(q_len, cache, is_none):
+    got = build(mu.create_causal_mask, "ranges_under_test", config(), 2, q_len, cache=cache, attention_mask=None)
+    assert (got is None) == is_none
+
+
+def test_none_never_with_a_padding_mask():
+    got = build(mu.create_causal_mask, "ranges_under_test", config(), 2, 5, attention_mask=torch.ones(2, 5))
+    assert got is not None
+
+
+def test_a_window_longer_than_the_keys_is_plain_causal():
+    def mask(window):
+        return build(BUILDERS["sliding"], "ranges_under_test", config(sliding_window=window), 1, 6, attention_mask=None)
+
+    assert mask(6) is None and mask(7) is None
+    assert mask(5) is not None
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on any operator that hands a tensor's value to Python."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in ("aten::_local_scalar_dense", "aten::item", "aten::equal"), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["causal", "sliding", "chunked", "bidirectional"])
+def test_no_value_is_read_on_the_host(kind):
+    made = config(sliding_window=3, attention_chunk_size=3)
+    keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    cache = Cache(torch.tensor(0), 9, compileable=True)
+    with NoHostReads():
+        build(BUILDERS[kind], "ranges_under_test", made, 2, 5, attention_mask=keep, cache=cache)
+
+
+@pytest.mark.parametrize("kind", sorted(BUILDERS))
+def test_memory_stays_linear(kind):
+    """A dense mask of this size would be 16 GiB."""
+    length = 1 << 17
+    made = config(sliding_window=100, attention_chunk_size=100)
+    got = build(BUILDERS[kind], "ranges_under_test", made, 1, length, attention_mask=torch.ones(1, length))
+    assert got.numel() <= 4 * (length + length // 128)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", sorted(BUILDERS))
+def test_one_graph_under_compile(kind, dynamic):
+    torch._dynamo.reset()
+    made = config(sliding_window=3, attention_chunk_size=3)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(keep, offset):
+        cache = Cache(offset, 12, compileable=True)
+        return build(BUILDERS[kind], "ranges_under_test", made, 2, 5, attention_mask=keep, cache=cache)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=dynamic)
+    for seed, offset in ((0, 0), (1, 3), (2, 7)):
+        keep = padding_of("holes", 2, 12, torch.Generator().manual_seed(seed)).bool()
+        assert torch.equal(compiled(keep, torch.tensor(offset)), step(keep, torch.tensor(offset)))
+    assert counter.frame_count == 1
+
+
+def test_packed_documents_in_one_graph():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(positions):
+        return build(
+            BUILDERS["causal"], "ranges_under_test", config(), 1, 6, attention_mask=None, position_ids=positions
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
+    for positions in ([0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3], [0, 0, 0, 0, 1, 0]):
+        got = compiled(torch.tensor([positions]))
+        want = build(
+            BUILDERS["causal"], "dense_reference", config(), 1, 6, attention_mask=None,
+            position_ids=torch.tensor([positions]),
+        )  # fmt: skip
+        assert torch.equal(expand_range_mask(got, 6, 6), want.expand(1, 1, 6, 6))
+    assert counter.frame_count == 1
