@@ -1,4 +1,4 @@
-"""Compile kernel functions and StableHLO modules for a TPU generation, with no TPU: does it compile, what does it take.
+"""Compile kernel functions and StableHLO modules for a TPU generation, with no TPU.
 
     with Compiler() as compiler:
         result = compiler.run(
@@ -73,8 +73,8 @@ class Compiled:
         error: the error's type and text; empty when ok.
         target: the generation.
         kernel_vmem: kernel call -> bytes of VMEM (scratch and pipelined windows).
-        argument_bytes, output_bytes, temp_bytes, code_bytes: HBM. Temp 0 does not mean that nothing was materialised:
-            XLA parks buffers in VMEM where they fit.
+        argument_bytes, output_bytes, temp_bytes, code_bytes: HBM. Temp 0 does not mean that nothing was
+            materialised: XLA parks buffers in VMEM where they fit.
         seconds: trace, lower, compile.
     """
 
@@ -96,7 +96,7 @@ class Compiled:
 
 
 class Compiler:
-    """A worker process that compiles job after job. Not for use from two threads at once; two Compilers are fine."""
+    """A worker process that compiles job after job. One thread at a time; two Compilers are fine."""
 
     def __init__(self, *, timeout: float = 300.0, on_stage: Callable[[str, str], None] | None = None) -> None:
         self._worker = Worker(timeout=timeout, on_stage=on_stage)

@@ -34,14 +34,14 @@ def device_of(name: str) -> Any:
 
 @contextlib.contextmanager
 def tracing_for(goal: Target) -> Iterator[None]:
-    """Kernels that ask which chip they are on (`pltpu.get_tpu_info()`) see the target while they are traced."""
+    """Kernels traced in the block that ask for their chip (`pltpu.get_tpu_info()`) see the target."""
     device = AbstractDevice(device_kind=goal.device_kind, num_cores=goal.cores, platform="tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """A function named "package.module:name", or "path:name" with the path of a .py file or of a package's folder."""
+    """A function named "package.module:name", or "path:name" (a .py file or a package's folder)."""
     place, _, name = reference.rpartition(":")
     path = Path(place)
     if path.suffix == ".py" or path.is_dir():
@@ -52,7 +52,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 @functools.cache
 def _module_at(path: Path) -> ModuleType:
     package = path.is_dir()
-    # Two folders may hold packages of one name (two versions of a kernel): the path is part of the module's name.
+    # Two folders may hold packages of one name (two versions of a kernel): the path is part of the name.
     name = f"{path.stem.replace('-', '_')}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(
         name,
@@ -172,7 +172,7 @@ def kernel_vmem(hlo: str) -> dict[str, int]:
     """Kernel call in an optimised HLO text -> bytes of VMEM that it takes (scratch and pipelined windows)."""
     found = {}
     for match in _CUSTOM_CALL.finditer(hlo):
-        # Attributes that a kernel carries may hold line breaks: the instruction ends where the next one begins.
+        # A kernel's attributes may hold line breaks: the instruction ends where the next one begins.
         following = _INSTRUCTION.search(hlo, match.end())
         size = _SCOPED.search(hlo, match.end(), following.start() if following else len(hlo))
         found[match.group(1)] = int(size.group(1)) if size else 0

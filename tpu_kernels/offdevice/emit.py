@@ -1,12 +1,12 @@
-"""The StableHLO that torch_tpu itself makes, with no TPU: for a torch function, or a module under torch.compile.
+"""The StableHLO that torch_tpu itself makes, with no TPU: of a torch function, or a compiled module.
 
     with Emitter(target="v6e") as emitter:
-        result = emitter.run(ModuleJob("tpu_kernels.offdevice.models:causal_lm", {...}), folder)
+        result = emitter.run(ModuleJob("tpu_kernels.offdevice.models:program", {...}), folder)
         print(result.ok, result.stage, result.error, result.graphs, result.graph_breaks)
         print(emitter.compile(result.modules[0]).temp_bytes)
 
-JAX kernels that the program calls stand in the module. Off-device they are put there by this package and not by
-torch_tpu's own injection, which needs a chip (see `torch_tpu_offline`).
+JAX kernels that the program calls stand in the module. Off-device they are put there by this package and not
+by torch_tpu's own injection, which needs a chip (see `torch_tpu_offline`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Emitted:
 
 
 class Emitter:
-    """A worker process that emits, and compiles, for one target: kernels are traced for the chip they will run on."""
+    """A worker process that emits, and compiles, for one target: kernels are traced for the chip they will
+    run on."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""transformers models as programs to be emitted: configuration only, no weights (every tensor on device "meta")."""
+"""transformers models as programs to be emitted: configuration only, no weights (every tensor on device
+"meta")."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def program(
     Args:
         config: fields of a transformers configuration, `model_type` among them.
         attention: the attention implementation ("sdpa", "tpu_attention").
-        phase: "prefill": `prompt` tokens and no cache; "decode": one token after `prompt` tokens in a static cache.
+        phase: "prefill": `prompt` tokens and no cache; "decode": one token after `prompt` tokens in a static
+            cache.
         batch: sequences.
         prompt: tokens of a sequence (of the encoder's input, for an encoder-decoder model's prefill).
         cache: slots of the static cache.
@@ -118,7 +120,8 @@ def _with_positions(
 def _fill(model: PreTrainedModel, slots: StaticCache, batch: int, tokens: int) -> None:
     """Bring a static cache into the state it has after `tokens` tokens, with the model's own K and V shapes.
 
-    The attention layers of one forward pass tell the shapes, whatever the architecture: the pass runs on "meta".
+    The attention layers of one forward pass tell the shapes, whatever the architecture: the pass runs on
+        "meta".
     """
     model(
         input_ids=torch.zeros(batch, tokens, dtype=torch.int64),

@@ -1,7 +1,7 @@
 """What stands in a StableHLO module: searches over its text, on any machine, with nothing imported.
 
-They look at the types of every operation of every function in the module. What a kernel holds inside (the Mosaic
-program in its custom call's payload) is not visible here; its operands and results are.
+They look at the types of every operation of every function in the module. What a kernel holds inside (the
+Mosaic program in its custom call's payload) is not visible here; its operands and results are.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def tensor_type(text: str) -> TensorType:
 
 
 def score_tensors(text: str, q_len: int, kv_len: int) -> dict[TensorType, int]:
-    """Tensor types with q_len x kv_len (or kv_len x q_len) as their last two dimensions -> how often they are written.
+    """Tensor types with q_len x kv_len (or kv_len x q_len) as their last two dimensions -> how often they are
+    written.
 
-    A module that materialises scores, probabilities, or a dense mask or bias has such types; choose lengths that no
-    other dimension of the program has. With q_len 1 a row of a mask counts too.
+    A module that materialises scores, probabilities, or a dense mask or bias has such types; choose lengths
+    that no other dimension of the program has. With q_len 1 a row of a mask counts too.
     """
     found: collections.Counter[TensorType] = collections.Counter()
     wanted = {(q_len, kv_len), (kv_len, q_len)}
@@ -74,7 +75,8 @@ def expanded_kv(text: str, *, q_heads: int, kv_heads: int, kv_len: int, head_dim
 
 
 def kernel_calls(text: str) -> list[tuple[list[TensorType], list[TensorType]]]:
-    """(operand types, result types) of each TPU kernel (Mosaic custom call), once for each time `main` runs it."""
+    """(operand types, result types) of each TPU kernel (Mosaic custom call), once for each time `main` runs
+    it."""
     return [
         ([tensor_type(each) for each in _types(operands)], [tensor_type(each) for each in _types(results)])
         for operands, results in _kernels_of("main", _functions(text))
@@ -89,7 +91,7 @@ def _functions(text: str) -> dict[str, str]:
 
 def _kernels_of(name: str, functions: dict[str, str]) -> list[tuple[str, str]]:
     body = functions.get(name, "")
-    found = [match.groups() for match in _KERNEL.finditer(body)]
+    found = [(match.group(1), match.group(2)) for match in _KERNEL.finditer(body)]
     for callee in _CALL.findall(body):
         if callee != name:
             found += _kernels_of(callee, functions)

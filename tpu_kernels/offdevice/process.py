@@ -1,7 +1,8 @@
-"""Worker processes: many jobs one after another, each with a time limit, and a crash costs only the job that crashed.
+"""Worker processes: many jobs one after another, each with a time limit, and a crash costs only the job that
+crashed.
 
-The child (`worker.py`) reads one JSON job a line and answers with JSON lines; a line tells each stage that a job enters,
-so that a job which kills its process, or never ends, can still name its stage.
+The child (`worker.py`) reads one JSON job a line and answers with JSON lines; a line tells each stage that a
+job enters, so that a job which kills its process, or never ends, can still name its stage.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Outcome:
 
 
 def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment in which a process can use libtpu's compiler and torch_tpu's tracer on a machine with no TPU."""
+    """The environment in which a process can use libtpu's compiler and torch_tpu's tracer on a machine with
+    no TPU."""
     environment = dict(os.environ)
     # A worker must import this package even where it runs from a source tree that is not installed.
     path = environment.get("PYTHONPATH")
@@ -201,7 +203,8 @@ def run_all(
     timeout: float = 300.0,
     on_stage: Callable[[str, str], None] | None = None,
 ) -> Iterator[Outcome]:
-    """Run jobs (kind, job) on `workers` processes; yields the outcomes in the order of the jobs, as they come."""
+    """Run jobs (kind, job) on `workers` processes; yields the outcomes in the order of the jobs, as they
+    come."""
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     made = [Worker(environment, timeout=timeout, on_stage=on_stage) for _ in range(workers)]
     for worker in made:

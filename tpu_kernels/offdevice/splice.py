@@ -12,7 +12,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call: the kernel as jax.export serialises it (a StableHLO portable artifact), and how much goes in and out."""
+    """One call: the kernel as jax.export serialises it (a StableHLO portable artifact), and how much goes in
+    and out."""
 
     artifact: bytes
     inputs: int
@@ -23,8 +24,8 @@ def splice(text: str, calls: Sequence[KernelCall], *, results: int, arguments: i
     """The module `text` with each kernel called where it belongs.
 
     Args:
-        text: its `main` returns its own results and then, call by call, the inputs of each kernel; it takes its own
-            arguments and then, call by call, the outputs of each kernel.
+        text: its `main` returns its own results and then, call by call, the inputs of each kernel; it takes
+            its own arguments and then, call by call, the outputs of each kernel.
         calls: the kernels in the order of those results and arguments.
         results: how many results are main's own.
         arguments: how many arguments are main's own.
@@ -82,7 +83,8 @@ def splice(text: str, calls: Sequence[KernelCall], *, results: int, arguments: i
 
 
 def _functions(artifact: bytes, prefix: str) -> tuple[str, str]:
-    """(name of the kernel's entry, text of its functions), the functions renamed to begin with `prefix`, private."""
+    """(name of the kernel's entry, text of its functions), the functions renamed to begin with `prefix`,
+    private."""
     from jax._src.lib import _jax
     from jax._src.lib.mlir import ir
 

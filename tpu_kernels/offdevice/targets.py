@@ -1,12 +1,14 @@
 """The TPU generations that libtpu compiles for without a TPU, with the figures that plans and estimates need.
 
-Figures are per JAX device, as the ahead-of-time topology exposes it: v4 and tpu7x give one TensorCore a device (half a
-chip), v5p gives both cores of a chip as one device ("megacore").
+Figures are per JAX device, as the ahead-of-time topology exposes it: v4 and tpu7x give one TensorCore a
+device (half a chip), v5p gives both cores of a chip as one device ("megacore").
 
 Sources: VMEM, HBM, MXU count and width are jax 0.12.0.1's `jax._src.tpu_info`; HBM bandwidth is the Cloud TPU
-documentation's per-chip figure (https://cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x) divided by the devices of
-a chip. Clocks of v4, v5e and v5p follow from peak = 2 x MXUs x width^2 x cores x clock; those of v6e and tpu7x are not
-published: they are the values at which MXUs x width^2 x 2 x 2 rows a cycle (read off compiled programs) gives the
+documentation's per-chip figure (https://cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x) divided by the
+devices of a chip. Clocks of v4, v5e and v5p follow from peak = 2 x MXUs x width^2 x cores x clock; those of
+v6e and tpu7x are not
+published: they are the values at which MXUs x width^2 x 2 x 2 rows a cycle (read off compiled programs) gives
+    the
 published peak.
 """
 
@@ -126,7 +128,8 @@ _ALIASES = {
 
 
 def target(name: str) -> Target:
-    """The generation called `name` (v4, v5e, v5p, v6e, tpu7x; 7x, v7x, ironwood and trillium are understood too).
+    """The generation called `name` (v4, v5e, v5p, v6e, tpu7x; 7x, v7x, ironwood and trillium are understood
+    too).
 
     Raises:
         UnknownTargetError: for any other name, with the supported ones named.
@@ -141,5 +144,6 @@ def target(name: str) -> Target:
 
 
 def target_of_device_kind(device_kind: str) -> Target | None:
-    """The generation of a device that calls itself `device_kind` ("TPU v6 lite"), or None when it is none of ours."""
+    """The generation of a device that calls itself `device_kind` ("TPU v6 lite"), or None when it is none of
+    ours."""
     return next((each for each in TARGETS.values() if each.device_kind == device_kind), None)

@@ -1,13 +1,18 @@
-"""torch_tpu's own tracer and lowering with no TPU. Every private name of torch_tpu that this package uses stands here.
+"""torch_tpu's own tracer and lowering with no TPU. Every private name of torch_tpu that this package uses
+stands here.
 
-torch_tpu can make StableHLO without a chip: a *placeholder* is a tensor on device "tpu" with no storage, operations on
-placeholders are recorded, and `build_mlir` turns the record into a module. Three things ask for a chip, and are
-replaced here, in this process only:
+torch_tpu can make StableHLO without a chip: a *placeholder* is a tensor on device "tpu" with no storage,
+    operations on
+placeholders are recorded, and `build_mlir` turns the record into a module. Three things ask for a chip, and
+are replaced here, in this process only:
 
-* the last step of `torch.compile(backend="tpu")`, which compiles and loads the module: here it is kept as text;
-* the random number generators of the devices (there are none): a program that draws random numbers fails to emit;
-* the injection of a JAX kernel into the module, which asks the client for its topology: here a kernel's outputs become
-  arguments of the module and its inputs become results, and `splice` puts the kernel's code between them afterwards.
+* the last step of `torch.compile(backend="tpu")`, which compiles and loads the module: here it is kept as
+  text;
+* the random number generators of the devices (there are none): a program that draws random numbers fails to
+  emit;
+* the injection of a JAX kernel into the module, which asks the client for its topology: here a kernel's
+  outputs become arguments of the module and its inputs become results, and `splice` puts the kernel's code
+  between them afterwards.
 
 Never allocate a real tensor on device "tpu" in such a process: it waits for a chip.
 """
@@ -81,7 +86,7 @@ def check_version() -> None:
         version = importlib.metadata.version("torch_tpu")
     except importlib.metadata.PackageNotFoundError:
         raise UnsupportedTorchTpuError(
-            f"torch_tpu is not installed; off-device emission needs torch_tpu {' or '.join(SUPPORTED_VERSIONS)}"
+            f"torch_tpu is not installed; emission without a TPU needs {' or '.join(SUPPORTED_VERSIONS)}"
         ) from None
     if version not in SUPPORTED_VERSIONS:
         raise UnsupportedTorchTpuError(
@@ -91,7 +96,8 @@ def check_version() -> None:
 
 
 def start() -> None:
-    """Make device "tpu" known to torch and replace what asks for a chip. Once a process; only in a worker process."""
+    """Make device "tpu" known to torch and replace what asks for a chip. Once a process; only in a worker
+    process."""
     global _started
     if _started:
         return

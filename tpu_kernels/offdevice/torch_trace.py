@@ -19,7 +19,8 @@ from .worker import Stage
 
 @dataclasses.dataclass
 class Program:
-    """A call to be emitted: `function(*args, **kwargs)`, tensors anywhere on device "meta" (or with values, unused).
+    """A call to be emitted: `function(*args, **kwargs)`, tensors anywhere on device "meta" (or with values,
+    unused).
 
     Attributes:
         function: an nn.Module, or a function.
@@ -34,7 +35,8 @@ class Program:
 
 
 def emit_function(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
-    """A job of `emit.FunctionJob`: the function runs eagerly on placeholders, and what it records is lowered."""
+    """A job of `emit.FunctionJob`: the function runs eagerly on placeholders, and what it records is
+    lowered."""
     stage("import")
     from .compiler import load_function, tracing_for
 
@@ -93,7 +95,8 @@ def emit_module(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
 
 
 def _on_placeholders(program: Program) -> Program:
-    """The program with each tensor replaced by a placeholder of its shape and dtype; shared tensors stay shared."""
+    """The program with each tensor replaced by a placeholder of its shape and dtype; shared tensors stay
+    shared."""
     made: dict[int, torch.Tensor] = {}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:

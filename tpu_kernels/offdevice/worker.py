@@ -1,4 +1,5 @@
-"""The child side of `process.Worker`: `python -m tpu_kernels.offdevice.worker` reads jobs on stdin, one JSON a line."""
+"""The child side of `process.Worker`: `python -m tpu_kernels.offdevice.worker` reads jobs on stdin, one JSON
+a line."""
 
 from __future__ import annotations
 
