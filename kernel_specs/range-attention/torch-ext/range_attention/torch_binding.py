@@ -60,7 +60,7 @@ def flash_attn_forward(
         valid = None
         if attention_mask is not None:
             valid = attention_mask[:, 0, 0].expand(query.shape[0], kv_len)
-        precision = _PRECISION[torch.get_float32_matmul_precision()]
+        precision = _precision()
         out = _op(query, key, value, valid, sinks, float(scale), float(softcap or 0.0), causal, window, precision)
     else:
         if window:  # only without a mask: the window becomes one
@@ -72,6 +72,11 @@ def flash_attn_forward(
         else:
             out = _written_out(query, key, value, attention_mask, dropout, causal, scale, softcap, sinks, bias)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace torch's getter; it guards on the setting by itself
+def _precision() -> str:
+    return _PRECISION[torch.get_float32_matmul_precision()]
 
 
 def _kernel_can(
