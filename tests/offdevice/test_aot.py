@@ -13,9 +13,7 @@ from tpu_kernels.offdevice.targets import TARGETS, UnknownTargetError, target, t
 PEERS = Path(__file__).with_name("peers.py")
 
 
-def job(
-    name: str, *shapes: tuple[int, ...] | None, to: str = "v6e", dtype: str = "bfloat16", **static
-) -> FunctionJob:
+def job(name: str, *shapes: tuple[int, ...] | None, to: str = "v6e", dtype: str = "bfloat16", **static) -> FunctionJob:
     arguments = tuple(None if shape is None else Array(dtype, shape) for shape in shapes)
     return FunctionJob(f"{PEERS}:{name}", arguments, to, static)
 

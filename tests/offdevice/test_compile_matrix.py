@@ -56,14 +56,8 @@ class Cell:
     batch: int = 2
 
     def __str__(self) -> str:
-        dims = (
-            str(self.head_dim) if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        )
-        marks = [
-            name
-            for name, used in (("valid", self.validity), ("sinks", self.sinks), ("softcap", self.softcap))
-            if used
-        ]
+        dims = str(self.head_dim) if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        marks = [name for name, used in (("valid", self.validity), ("sinks", self.sinks), ("softcap", self.softcap)) if used]
         return (
             f"{self.kernel}.{self.function} {self.dtype:8} {self.precision:7} D {dims:7} group {self.group} "
             f"Q {self.q_len:4} KV {self.kv_len:4} {'+'.join(marks) or '-'}"
@@ -177,9 +171,7 @@ def mark(result: Compiled | None, reason: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "module"), [pytest.param(*each, id=each[0]["kernel"]["name"]) for each in kernels()]
-)
+@pytest.mark.parametrize(("spec", "module"), [pytest.param(*each, id=each[0]["kernel"]["name"]) for each in kernels()])
 def test_every_function_compiles_for_every_generation(spec, module, capsys):
     rows = cells(spec)
     budgets = {name: vmem_budget(name) for name in TARGETS}
@@ -189,25 +181,19 @@ def test_every_function_compiles_for_every_generation(spec, module, capsys):
     jobs = [cell.job(name, module, budgets[name]) for cell, name in wanted]
     results = dict(zip(wanted, compile_all(jobs, workers=2, timeout=120), strict=True))
     seconds = time.monotonic() - started
-    failures = [
-        f"{name}: {cell}: {result.error}" for (cell, name), result in results.items() if not result.ok
-    ]
+    failed = {each: result for each, result in results.items() if not result.ok}
     with capsys.disabled():
         width = max(len(str(cell)) for cell in rows)
-        print(
-            f"\ncompiled by libtpu; VMEM of the kernel in MiB, or why routing refuses\n{'':{width}}  ", end=""
-        )
+        print(f"\ncompiled by libtpu; VMEM of the kernel in MiB, or why routing refuses\n{'':{width}}  ", end="")
         print("  ".join(f"{name:>7}" for name in TARGETS))
         for cell in rows:
             row = [mark(results.get((cell, name)), refused(cell, spec, name)) for name in TARGETS]
             print(f"{cell!s:{width}}  " + "  ".join(f"{each:>7}" for each in row))
         total = len(rows) * len(TARGETS)
         print(
-            f"{total} cells: {len(results) - len(failures)} compiled, {total - len(results)} refused by routing, "
-            f"{len(failures)} failed; {seconds:.0f} s"
+            f"{total} cells: {len(results) - len(failed)} compiled, {total - len(results)} refused by routing, "
+            f"{len(failed)} failed; {seconds:.0f} s"
         )
-    assert not failures, "\n".join(failures)
+    assert not failed, "\n".join(f"{name}: {cell}: {each.error}" for (cell, name), each in failed.items())
     for (cell, name), result in results.items():
-        assert result.vmem_bytes <= budgets[name], (
-            f"{name}: {cell} takes {result.vmem_bytes} of {budgets[name]} bytes"
-        )
+        assert result.vmem_bytes <= budgets[name], f"{name}: {cell} takes {result.vmem_bytes} bytes of VMEM"

@@ -37,9 +37,7 @@ def heads(count: int, length: int, dim: int = 128) -> Array:
 
 
 def test_sdpa_is_torch_tpus_kernel_and_takes_gqa_as_it_is(emitter, tmp_path):
-    job = FunctionJob(
-        f"{PROGRAMS}:sdpa", (heads(8, 640), heads(2, 640), heads(2, 640), None), {"causal": True, "gqa": True}
-    )
+    job = FunctionJob(f"{PROGRAMS}:sdpa", (heads(8, 640), heads(2, 640), heads(2, 640), None), {"causal": True, "gqa": True})
     result = emitter.run(job, tmp_path)
     assert result.ok, result.error
     text = result.modules[0].read_text()
@@ -77,9 +75,7 @@ def test_repeated_kv_is_found(emitter, tmp_path):
     job = FunctionJob(f"{PROGRAMS}:sdpa_repeated", (heads(8, 640), heads(2, 640), heads(2, 640)))
     result = emitter.run(job, tmp_path)
     assert result.ok, result.error
-    found = module_text.expanded_kv(
-        result.modules[0].read_text(), q_heads=8, kv_heads=2, kv_len=640, head_dim=128
-    )
+    found = module_text.expanded_kv(result.modules[0].read_text(), q_heads=8, kv_heads=2, kv_len=640, head_dim=128)
     assert len(found) == 2  # K and V
 
 
@@ -118,9 +114,7 @@ def run_on_cpu(text: str, arguments) -> list[np.ndarray]:
         program = device.client.compile_and_load(
             module, executable_devices=_jax.DeviceList((device,)), compile_options=xla_client.CompileOptions()
         )
-    return [
-        np.asarray(each) for each in program.execute([jax.device_put(each, device) for each in arguments])
-    ]
+    return [np.asarray(each) for each in program.execute([jax.device_put(each, device) for each in arguments])]
 
 
 def test_graph_breaks_are_errors_or_counted(emitter, tmp_path):

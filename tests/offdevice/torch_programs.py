@@ -33,9 +33,7 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.cache
 def _kernel_ops():
     """The torch ops that torch_tpu makes of the JAX functions; their names can be taken once a process."""
-    return tuple(
-        torch.tpu.pallas.jax_op(f"programs::{each.__name__}", each) for each in (scale_and_shift, split)
-    )
+    return tuple(torch.tpu.pallas.jax_op(f"programs::{each.__name__}", each) for each in (scale_and_shift, split))
 
 
 class Chained(torch.nn.Module):

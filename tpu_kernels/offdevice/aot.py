@@ -116,9 +116,7 @@ class Compiler:
         self._worker.close()
 
 
-def compile_all(
-    jobs: Iterable[FunctionJob | ModuleJob], *, workers: int = 1, timeout: float = 300.0
-) -> Iterator[Compiled]:
+def compile_all(jobs: Iterable[FunctionJob | ModuleJob], *, workers: int = 1, timeout: float = 300.0) -> Iterator[Compiled]:
     """Compile jobs on `workers` processes; results come in the order of the jobs."""
     jobs = list(jobs)
     outcomes = run_all([request(job) for job in jobs], workers=workers, timeout=timeout)

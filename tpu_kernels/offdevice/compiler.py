@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -45,8 +45,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     place, _, name = reference.rpartition(":")
     path = Path(place)
     if path.suffix == ".py" or path.is_dir():
-        return functools.reduce(getattr, name.split("."), _module_at(path.resolve()))  # type: ignore[return-value]
-    return load(reference)
+        return cast("Callable[..., Any]", functools.reduce(getattr, name.split("."), _module_at(path.resolve())))
+    return cast("Callable[..., Any]", load(reference))
 
 
 @functools.cache
@@ -149,9 +149,7 @@ def compile_text(text: str, goal: Target) -> Any:
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
-        return device.client.compile(
-            module, executable_devices=_jax.DeviceList((device,)), compile_options=options
-        )
+        return device.client.compile(module, executable_devices=_jax.DeviceList((device,)), compile_options=options)
 
 
 def _memory(stats: Any) -> dict[str, int]:

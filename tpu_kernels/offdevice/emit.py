@@ -89,9 +89,7 @@ class Emitter:
         on_stage: Callable[[str, str], None] | None = None,
     ) -> None:
         self.target = find_target(target).name
-        self._worker = Worker(
-            {"TPU_KERNELS_TARGET": self.target, **(environment or {})}, timeout=timeout, on_stage=on_stage
-        )
+        self._worker = Worker({"TPU_KERNELS_TARGET": self.target, **(environment or {})}, timeout=timeout, on_stage=on_stage)
 
     def __enter__(self) -> Self:
         return self

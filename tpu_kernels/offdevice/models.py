@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -47,11 +48,7 @@ def program(
     fields = dict(config)
     made = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
-        model = (
-            model_class(made)
-            ._from_config(made, attn_implementation=attention, dtype=getattr(torch, dtype))
-            .eval()
-        )
+        model = model_class(made)._from_config(made, attn_implementation=attention, dtype=getattr(torch, dtype)).eval()
         return forward(model, phase=phase, batch=batch, prompt=prompt, cache=cache, padding=padding)
 
 
@@ -70,8 +67,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         if mapping is auto.MODEL_FOR_CAUSAL_LM_MAPPING and is_encoder(config):
             continue
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found
+            found: Any = mapping[type(config)]
+            chosen: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
+            return chosen
     raise ValueError(f"transformers has no model for a configuration of type {type(config).__name__}")
 
 
@@ -80,9 +78,7 @@ def is_encoder(config: PretrainedConfig) -> bool:
     return getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
 
 
-def forward(
-    model: PreTrainedModel, *, phase: Phase, batch: int, prompt: int, cache: int, padding: bool
-) -> Program:
+def forward(model: PreTrainedModel, *, phase: Phase, batch: int, prompt: int, cache: int, padding: bool) -> Program:
     """The forward call of one phase. Call under `torch.device("meta")`."""
     config = model.config
     if config.is_encoder_decoder:
@@ -106,9 +102,7 @@ def forward(
     return Program(model, kwargs=_with_positions(model, kwargs, batch, 1), holders=tuple(slots.layers))
 
 
-def _with_positions(
-    model: PreTrainedModel, kwargs: dict[str, Any], batch: int, tokens: int
-) -> dict[str, Any]:
+def _with_positions(model: PreTrainedModel, kwargs: dict[str, Any], batch: int, tokens: int) -> dict[str, Any]:
     """Qwen-VL's three-part positions are computed by the caller (`generate`), on the host."""
     text = model.config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -120,15 +114,24 @@ def _with_positions(
 def _fill(model: PreTrainedModel, slots: StaticCache, batch: int, tokens: int) -> None:
     """Bring a static cache into the state it has after `tokens` tokens, with the model's own K and V shapes.
 
-    The attention layers of one forward pass tell the shapes, whatever the architecture: the pass runs on
-        "meta".
+    One forward pass on "meta" tells the shapes, whatever the architecture.
     """
-    model(
-        input_ids=torch.zeros(batch, tokens, dtype=torch.int64),
-        past_key_values=slots,
-        use_cache=True,
-        **_with_positions(model, {}, batch, tokens),
-    )
+    with _eager_attention(model):
+        model(
+            input_ids=torch.zeros(batch, tokens, dtype=torch.int64),
+            past_key_values=slots,
+            use_cache=True,
+            **_with_positions(model, {}, batch, tokens),
+        )
+
+
+@contextlib.contextmanager
+def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' own attention inside: a pass that only finds shapes is not to be routed or counted."""
+    chosen = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(chosen)
 
 
 def _encoder_decoder(model: PreTrainedModel, *, phase: Phase, batch: int, prompt: int, cache: int) -> Program:
@@ -154,13 +157,14 @@ def _encoder_decoder(model: PreTrainedModel, *, phase: Phase, batch: int, prompt
     own = StaticCache(config=config, max_cache_len=cache)
     cross = StaticCache(config=config, max_cache_len=encoder_length)
     slots = EncoderDecoderCache(own, cross)
-    states = torch.zeros(batch, encoder_length, config.d_model, dtype=model.dtype)
+    states: Any = torch.zeros(batch, encoder_length, config.d_model, dtype=model.dtype)
     call = {
         "encoder_outputs": BaseModelOutput(last_hidden_state=states),
         "past_key_values": slots,
         "use_cache": True,
     }
-    model(decoder_input_ids=torch.zeros(batch, 4, dtype=torch.int64), **call)
+    with _eager_attention(model):
+        model(decoder_input_ids=torch.zeros(batch, 4, dtype=torch.int64), **call)
     return Program(
         model,
         kwargs={"decoder_input_ids": torch.zeros(batch, 1, dtype=torch.int64), **call},

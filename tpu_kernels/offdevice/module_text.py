@@ -13,9 +13,7 @@ import re
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
 _BROADCAST = re.compile(r"stablehlo\.broadcast_in_dim .*: \(tensor<([^>]*)>\) -> tensor<([^>]*)>")
-_KERNEL = re.compile(
-    r"stablehlo\.custom_call @tpu_custom_call\(.*: \(([^()]*)\) -> (.*?)(?: loc\(.*)?$", re.MULTILINE
-)
+_KERNEL = re.compile(r"stablehlo\.custom_call @tpu_custom_call\(.*: \(([^()]*)\) -> (.*?)(?: loc\(.*)?$", re.MULTILINE)
 _FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)\(")
 _CALL = re.compile(r"(?<!custom_)call @([\w.]+)\(")
 

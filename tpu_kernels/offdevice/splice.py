@@ -95,9 +95,7 @@ def _functions(artifact: bytes, prefix: str) -> tuple[str, str]:
 
     def rename(operation: Any) -> Any:
         for attribute in list(operation.attributes):
-            name, value = (
-                (attribute, operation.attributes[attribute]) if isinstance(attribute, str) else attribute
-            )
+            name, value = (attribute, operation.attributes[attribute]) if isinstance(attribute, str) else attribute
             if isinstance(value, ir.FlatSymbolRefAttr) and value.value in names:
                 operation.attributes[name] = ir.FlatSymbolRefAttr.get(names[value.value])
         return ir.WalkResult.ADVANCE

@@ -50,9 +50,7 @@ class _KernelStore:
     """Stands in for torch_tpu's C++ kernel registry."""
 
     artifacts: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
-    calls: list[tuple[tuple[str, str], list[torch.Tensor], list[torch.Tensor]]] = dataclasses.field(
-        default_factory=list
-    )
+    calls: list[tuple[tuple[str, str], list[torch.Tensor], list[torch.Tensor]]] = dataclasses.field(default_factory=list)
 
     def lookup_custom_kernel(self, name: str, fingerprint: str) -> bool:
         return (name, fingerprint) in self.artifacts
@@ -130,7 +128,8 @@ def _native() -> Any:
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on device "tpu" without storage."""
-    return _native().placeholder(list(shape), dtype, False)
+    made: torch.Tensor = _native().placeholder(list(shape), dtype, False)
+    return made
 
 
 @contextlib.contextmanager
@@ -161,7 +160,7 @@ def lower(results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) ->
     kernel_inputs = [tensor for _, inputs, _ in calls for tensor in inputs]
     kernel_outputs = [tensor for _, _, outputs in calls for tensor in outputs]
     module = native.build_mlir([*results, *kernel_inputs], [*arguments, *kernel_outputs])
-    text = native.serialize_mlir_text(module)
+    text: str = native.serialize_mlir_text(module)
     if calls:
         text = splice(
             text,
@@ -200,7 +199,8 @@ class _OfflineCompiler:
         pass
 
     def get_device_state_tensor(self, generator: torch.Generator) -> torch.Tensor:
-        return self._random_state
+        state: torch.Tensor = self._random_state
+        return state
 
 
 @dataclasses.dataclass
@@ -221,9 +221,7 @@ def _run_nothing(self: Any, *args: Any, output_shapes: Any = None) -> Any:
     outputs = [placeholder(shape, dtype) for shape, dtype in self._executable.outputs]
     boxed = len(args) == 1 and isinstance(args[0], (list, tuple))
     arguments = list(args[0]) if boxed else list(args)
-    result = (
-        self._reconstruct_fx_outputs_fn(arguments, outputs) if self._reconstruct_fx_outputs_fn else outputs
-    )
+    result = self._reconstruct_fx_outputs_fn(arguments, outputs) if self._reconstruct_fx_outputs_fn else outputs
     if boxed and isinstance(args[0], list):
         args[0].clear()  # the calling convention of boxed functions
     return result

@@ -109,7 +109,8 @@ def _on_placeholders(program: Program) -> Program:
 
     if isinstance(program.function, torch.nn.Module):
         for module in program.function.modules():
-            for store in (module._parameters, module._buffers):
+            stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for store in stores:
                 for name, tensor in store.items():
                     if tensor is not None:
                         store[name] = place(tensor)
