@@ -389,7 +389,7 @@ def _mask_kind(
         masks.check_range_mask_shape(shape, q[2], kv_len)
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(
-            f"attention_mask has dtype {dtype}, shape {tuple(shape)}; use bool (True = attend) or float (added to the scores)."
+            f"attention_mask {tuple(shape)} has dtype {dtype}; use bool (True = attend) or float (added to the scores)."
         )
     for axis, (have, want) in enumerate(zip(shape, (q[0], q[1], q[2], kv_len), strict=True)):
         if have != 1 and have != want:

@@ -113,7 +113,7 @@ def emulated(function: KernelFunction) -> Callable[..., torch.Tensor]:
         with jax.default_device(_cpu()):
             out = jitted(*(_to_jax(tensor) for tensor in (q, k, v, mask, sinks)), *static)
         # jax computes asynchronously and torch knows of no event to wait for.
-        return torch.from_dlpack(out.block_until_ready())
+        return torch.utils.dlpack.from_dlpack(out.block_until_ready())
 
     return call
 
@@ -126,4 +126,6 @@ def _cpu() -> jax.Device:
 def on_tpu(function: KernelFunction, name: str) -> Callable[..., torch.Tensor]:
     """The function on TPU tensors, through torch_tpu. `name` is the op name that torch_tpu registers ("ns::name")."""
     keep_jax_off_the_tpu()
-    return torch.tpu.pallas.jax_op(name, torch_facing(function, interpret=False))
+    from torch.tpu.pallas import jax_op  # type: ignore[import-not-found]  # added to torch by torch_tpu
+
+    return jax_op(name, torch_facing(function, interpret=False))

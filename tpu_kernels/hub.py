@@ -180,7 +180,7 @@ def _explained(spec: KernelSpec, where: str, shimmed: bool = False) -> Iterator[
         yield
     except KernelLoadError:
         raise
-    except Exception as error:  # kernels, huggingface_hub and the kernel's own import raise all kinds; chained, not hidden
+    except Exception as error:  # kernels, huggingface_hub and the kernel itself raise all kinds; chained, not hidden
         hint = _hint(error, shimmed)
         raise KernelLoadError(
             f"kernel {spec.name!r} cannot be loaded from {where}: {type(error).__name__}: {error} {hint}".rstrip()
@@ -192,14 +192,14 @@ def _hint(error: Exception, shimmed: bool) -> str:
         return f"The kernel needs the Python package {error.name!r}: pip install {error.name}."
     telemetry = [name for name in _TELEMETRY if os.environ.get(name)]
     if telemetry and ("header" in str(error) or "trust status" in str(error)):
-        return f"kernels 0.17 sends a malformed header when {telemetry[0]} is set: unset it, or set HF_HUB_USER_AGENT_ORIGIN=x."
+        return f"kernels 0.17 sends a malformed header when {telemetry[0]} is set: unset it, or set HF_HUB_USER_AGENT_ORIGIN."
     if "trusted publisher" in str(error):
         return "Only trusted publishers are loaded; use the packaged copy, or allow the repository by name."
     if isinstance(error, FileNotFoundError):
         from kernels.backends import _backend
 
         state = "on" if shimmed else "off"
-        return f"kernels detects backend {_backend()} here (TPU shim {state}); a build named torch-tpu needs backend tpu."
+        return f"kernels detects backend {_backend()} (TPU shim {state}); a torch-tpu build needs backend tpu."
     return ""
 
 

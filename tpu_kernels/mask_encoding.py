@@ -80,9 +80,9 @@ def check_range_mask_shape(shape: Sequence[int], q_len: int, kv_len: int) -> Non
     plain = f"[B, 1, {q_len}, {_width(kv_len, False)}]"
     with_validity = f"[B, 1, {_validity_rows(kv_len) + q_len}, {_width(kv_len, True)}]"
     raise ValueError(
-        f"int32 attention_mask {tuple(shape)} is not a range mask for {q_len} queries and {kv_len} keys (expected {plain}, or "
-        f"{with_validity} with key validity). If it is a mask of your own, use bool (True = attend). If a model sliced or "
-        "indexed the mask it was given, it computes on masks: use attn_implementation='sdpa' for it and report the model type."
+        f"int32 attention_mask {tuple(shape)} is not a range mask for {q_len} queries and {kv_len} keys (expected {plain}, "
+        f"or {with_validity} with key validity). If it is a mask of your own, use bool (True = attend). If a model sliced "
+        "or indexed the mask it was given, use attn_implementation='sdpa' for it and report the model type."
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from packaging.version import Version
 
 NAME = "tpu_attention"
 
-# name -> what transformers had under it before, for unregister(); usually nothing.
-_registered: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = {}
+_registered: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ def register(name: str = NAME, *, strict: bool = False) -> Registration:
     kernels = tuple(spec.name for spec in attention.installed_specs())
     AttentionInterface.register(name, attention.tpu_attention)
     AttentionMaskInterface.register(name, masks.tpu_attention_mask)
-    _registered[name] = (None, None)
+    _registered.add(name)
     attention.set_strict(strict)
     return Registration(name, kernels, _notes())
 
@@ -69,18 +66,18 @@ def unregister(name: str = NAME) -> None:
         ValueError: when `name` is not registered by this package.
     """
     if name not in _registered:
-        known = ", ".join(map(repr, _registered)) or "none"
+        known = ", ".join(map(repr, registered_names())) or "none"
         raise ValueError(f"{name!r} is not registered by tpu_kernels (registered: {known}).")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     del AttentionInterface._global_mapping[name]
     del AttentionMaskInterface._global_mapping[name]
-    del _registered[name]
+    _registered.remove(name)
 
 
 def registered_names() -> tuple[str, ...]:
     """The attention names that this package has registered."""
-    return tuple(_registered)
+    return tuple(sorted(_registered))
 
 
 def _check_name(name: str) -> None:
@@ -104,7 +101,7 @@ def _check_packages() -> None:
     needs = {"jax": ("0.12", "jax"), "kernels": ("0.17.2", "kernels"), "transformers": ("5.22.2", "transformers")}
     for module, (lowest, dist) in needs.items():
         if importlib.util.find_spec(module) is None:
-            raise ImportError(f"tpu_kernels needs {dist} >= {lowest}, which is not installed: pip install '{dist}>={lowest}'")
+            raise ImportError(f"tpu_kernels needs {dist} >= {lowest}, which is missing: pip install '{dist}>={lowest}'")
         found = importlib.metadata.version(dist)
         if Version(found) < Version(lowest):
             raise ImportError(

@@ -1,0 +1,25 @@
+"""What every test starts from: jax on CPU, no metadata server, no Hub, and `tpu` tests only where there is a TPU."""
+
+from __future__ import annotations
+
+import os
+
+# Read at import of jax, torch_tpu, transformers and huggingface_hub, hence before any of them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items):
+    tpu = getattr(torch, "tpu", None)
+    if tpu is not None and tpu.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("tpu"):
+            item.add_marker(pytest.mark.skip(reason="no TPU on this host"))
