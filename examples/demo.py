@@ -157,8 +157,8 @@ def where(device: str) -> str:
 def main() -> int:
     """Run both comparisons; 0 when all is as it must be."""
     logging.basicConfig(level=logging.WARNING)
-    tpu = getattr(torch, "tpu", None)
-    device = "tpu" if tpu is not None and tpu.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "tpu" if accelerator is not None and accelerator.type == "tpu" else "cpu"
     console.print(str(tpu_kernels.register()), markup=False)
     console.print(f"device: {device}; {where(device)}")
     good = generate(device)

@@ -17,8 +17,8 @@ torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items):
-    tpu = getattr(torch, "tpu", None)
-    if tpu is not None and tpu.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type == "tpu":
         return
     for item in items:
         if item.get_closest_marker("tpu"):

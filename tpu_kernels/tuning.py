@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -13,18 +14,8 @@ import torch
 _MIB = 1 << 20
 _VMEM_BYTES = {"v4": 14 * _MIB, "v5e": 56 * _MIB, "v5p": 56 * _MIB, "v6e": 100 * _MIB, "tpu7x": 56 * _MIB}
 
-# Device kinds as torch_tpu and libtpu spell them.
-_GENERATIONS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-    "TPU v7x": "tpu7x",
-}
+# Device names as torch_tpu 0.2 gives them (it reads the PCI bus and opens no device).
+_GENERATIONS = {"TPU v4": "v4", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e", "TPU v7": "tpu7x"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +34,12 @@ def generation() -> str:
         if target not in _VMEM_BYTES:
             raise ValueError(f"TPU_KERNELS_TARGET={target!r} is not one of {', '.join(_VMEM_BYTES)}.")
         return target
-    tpu = getattr(torch, "tpu", None)
-    if tpu is None or not tpu.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != "tpu":
         return ""
-    return _GENERATIONS.get(tpu.get_device_name(), "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch_tpu calls get_device_name experimental
+        return _GENERATIONS.get(torch.tpu.get_device_name(), "")  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -170,18 +169,3 @@ def _encoder_decoder(model: PreTrainedModel, *, phase: Phase, batch: int, prompt
         kwargs={"decoder_input_ids": torch.zeros(batch, 1, dtype=torch.int64), **call},
         holders=(*own.layers, *cross.layers),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """A published model's attention geometry around few and narrow other layers.
-
-    Attributes:
-        config: fields for `program`.
-        q_heads, kv_heads, head_dim: of its (text) attention.
-    """
-
-    config: Mapping[str, Any]
-    q_heads: int
-    kv_heads: int
-    head_dim: int
