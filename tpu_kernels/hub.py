@@ -192,7 +192,7 @@ def _hint(error: Exception, shimmed: bool) -> str:
         return f"The kernel needs the Python package {error.name!r}: pip install {error.name}."
     telemetry = [name for name in _TELEMETRY if os.environ.get(name)]
     if telemetry and ("header" in str(error) or "trust status" in str(error)):
-        return f"kernels 0.17 sends a malformed header when {telemetry[0]} is set: unset it, or set HF_HUB_USER_AGENT_ORIGIN."
+        return f"kernels 0.17 sends a bad header when {telemetry[0]} is set: unset it, or set HF_HUB_USER_AGENT_ORIGIN."
     if "trusted publisher" in str(error):
         return "Only trusted publishers are loaded; use the packaged copy, or allow the repository by name."
     if isinstance(error, FileNotFoundError):

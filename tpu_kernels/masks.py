@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Releases whose masking_utils the tests compare with, builder by builder.
-_KNOWN_RELEASES = ("5.22.", "5.23.", "5.24.")
+KNOWN_RELEASES = ("5.22.", "5.23.", "5.24.")
 
 # Model types that index or compute on the mask they are given: those need the dense one (tests scan transformers for them).
 DENSE_MODEL_TYPES = frozenset(
@@ -54,6 +54,11 @@ DENSE_MODEL_TYPES = frozenset(
 _CONTIGUOUS_BLOCKS = frozenset(
     "gemma3 gemma3_text diffusion_gemma diffusion_gemma_text deepseek_ocr2 deepseek_ocr2_vision".split()
 )
+
+
+def release_is_known() -> bool:
+    """Whether this transformers release is one whose masks have been compared; on others every mask stays dense."""
+    return transformers.__version__.startswith(KNOWN_RELEASES)
 
 
 class _DenseReasons:
@@ -140,7 +145,7 @@ def tpu_attention_mask(
 
 def _refusal(config: Any, attention_mask: torch.Tensor | None, use_vmap: bool) -> str | None:
     """Why no range may be built whatever the mask function is."""
-    if not transformers.__version__.startswith(_KNOWN_RELEASES):
+    if not release_is_known():
         return f"transformers {transformers.__version__} is a release whose masks nobody has compared"
     model_type = getattr(config, "model_type", "") or ""
     if model_type in DENSE_MODEL_TYPES or model_type.removesuffix("_text") in DENSE_MODEL_TYPES:
