@@ -1,0 +1,155 @@
+"""spec.toml: what is read from a good one, and a clear refusal of every bad one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpu_kernels.specs import KernelFunction, SpecError, load_specs, packaged_specs_dir, read_spec
+
+GOOD = """\
+[kernel]
+name = "my-kernel"
+module = "my_kernel"
+version = 1
+summary = "For the tests"
+
+[source]
+hub = ""
+
+[capabilities]
+dtypes = ["float32", "bfloat16"]
+masks = ["none", "ranges"]
+max_head_dim = 256
+gqa = true
+v_head_dim_may_differ = false
+softcap = false
+sinks = false
+dropout = false
+position_bias = false
+gradients = false
+devices = ["tpu", "cpu"]
+generations = ["v5e", "v6e"]
+
+[functions.forward]
+
+[functions.decode]
+max_packed_rows = 64
+"""
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.toml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def replaced(old: str, new: str) -> str:
+    assert GOOD.count(old) == 1, old
+    return GOOD.replace(old, new)
+
+
+def test_good_spec(tmp_path):
+    spec = read_spec(write(tmp_path / "k", GOOD))
+    assert (spec.name, spec.module, spec.version, spec.summary) == ("my-kernel", "my_kernel", 1, "For the tests")
+    assert spec.source.hub == "" and spec.folder == (tmp_path / "k").resolve()
+    assert spec.capabilities.dtypes == ("float32", "bfloat16") and spec.capabilities.max_head_dim == 256
+    assert spec.functions == (KernelFunction("forward"), KernelFunction("decode", 64))
+    assert hash(spec) == hash(read_spec(tmp_path / "k"))
+
+
+def test_source_table_may_be_left_out(tmp_path):
+    assert read_spec(write(tmp_path / "k", replaced('[source]\nhub = ""\n', ""))).source.hub == ""
+
+
+@pytest.mark.parametrize(
+    ("pin", "expected"),
+    [
+        ("version = 2", ("", 2)),
+        (f'revision = "{COMMIT}"', (COMMIT, 0)),
+        (f'revision = "{COMMIT}"\nversion = 2', (COMMIT, 2)),
+    ],
+)
+def test_hub_source(tmp_path, pin, expected):
+    source = read_spec(write(tmp_path / "k", replaced('hub = ""', f'hub = "acme/my-kernel"\n{pin}'))).source
+    assert (source.hub, source.revision, source.version) == ("acme/my-kernel", *expected)
+
+
+# (what is wrong, text, what the message must name besides the file)
+BAD = [
+    ("not TOML", "[kernel", ["valid TOML"]),
+    ("unknown table", GOOD + "\n[extras]\n", ["the file", "extras", "capabilities, functions, kernel, source"]),
+    ("table is a value", replaced("[functions.forward]\n", "[functions]\nforward = 3\n"), ["functions.forward = 3"]),
+    ("kernel is a value", "kernel = 3\n" + GOOD.partition("[source]")[2].join(["[source]", ""]), ["kernel = 3", "table"]),
+    ("no kernel table", GOOD.partition("[source]")[1] + GOOD.partition("[source]")[2], ["[kernel]", "name (str)"]),
+    ("kernel key missing", replaced('module = "my_kernel"\n', ""), ["[kernel]", "module (str)"]),
+    ("unknown kernel key", replaced("version = 1", "version = 1\na = 1"), ["[kernel]", "unknown a", "summary, version"]),
+    ("name not a str", replaced('name = "my-kernel"', "name = 7"), ["kernel.name", "7", "str"]),
+    ("name not a kernel name", replaced('"my-kernel"', '"My_Kernel"'), ["kernel.name", "'My_Kernel'", "lower-case"]),
+    ("module no identifier", replaced('"my_kernel"', '"my-kernel.x"'), ["kernel.module", "'my-kernel.x'", "identifier"]),
+    ("version a str", replaced("version = 1", 'version = "1"'), ["kernel.version", "'1'", "int"]),
+    ("version a bool", replaced("version = 1", "version = true"), ["kernel.version", "True", "int"]),
+    ("version negative", replaced("version = 1", "version = -1"), ["kernel.version", "-1", "at least 0"]),
+    ("capability missing", replaced("sinks = false\n", ""), ["[capabilities]", "sinks (bool)"]),
+    ("unknown capability", replaced("sinks = false", "sinks = false\nfast = 1"), ["[capabilities]", "fast", "gqa"]),
+    ("capability not a bool", replaced("gqa = true", 'gqa = "yes"'), ["capabilities.gqa", "'yes'", "bool"]),
+    ("dtypes not a list", replaced('["float32", "bfloat16"]', '"float32"'), ["capabilities.dtypes", "'float32'", "list"]),
+    ("unknown dtype", replaced('"bfloat16"]', '"int8"]'), ["capabilities.dtypes", "'int8'", "float32, bfloat16"]),
+    ("dtype not a str", replaced('"bfloat16"]', "16]"), ["capabilities.dtypes", "16", "float32, bfloat16"]),
+    ("no dtypes", replaced('["float32", "bfloat16"]', "[]"), ["capabilities.dtypes", "empty", "float32, bfloat16"]),
+    ("unknown mask", replaced('"ranges"]', '"ragged"]'), ["capabilities.masks", "'ragged'", "ranges+validity"]),
+    ("unknown device", replaced('"cpu"]', '"cuda"]'), ["capabilities.devices", "'cuda'", "tpu, cpu"]),
+    ("unknown generation", replaced('"v6e"]', '"v9"]'), ["capabilities.generations", "'v9'", "v5p, v6e, tpu7x"]),
+    ("head dim a float", replaced("256", "256.0"), ["capabilities.max_head_dim", "256.0", "int"]),
+    ("head dim zero", replaced("256", "0"), ["capabilities.max_head_dim", "0", "at least 1"]),
+    ("unknown source key", replaced('hub = ""', 'hub = ""\nbranch = "x"'), ["[source]", "branch", "hub, revision, version"]),
+    ("hub without a pin", replaced('hub = ""', 'hub = "a/b"'), ["source.hub", "'a/b'", "source.revision", "source.version"]),
+    ("hub no repository", replaced('hub = ""', 'hub = "b"\nversion = 1'), ["source.hub", "'b'", "org/name"]),
+    ("revision a branch", replaced('hub = ""', 'hub = "a/b"\nrevision = "main"'), ["source.revision", "'main'", "40 or 64"]),
+    ("source version negative", replaced('hub = ""', "version = -2"), ["source.version", "-2", "at least 0"]),
+    ("source version a str", replaced('hub = ""', 'version = "v1"'), ["source.version", "'v1'", "int"]),
+    ("no forward", replaced("[functions.forward]\n", ""), ["[functions.forward]", "forward"]),
+    ("no functions", GOOD.partition("[functions.forward]")[0], ["[functions.forward]", "forward"]),
+    ("function no identifier", GOOD + '\n[functions."a b"]\n', ["[functions.a b]", "identifier"]),
+    ("unknown function key", replaced("max_packed_rows = 64", "rows = 64"), ["[functions.decode]", "max_packed_rows"]),
+    ("packed rows a str", replaced("= 64", '= "64"'), ["functions.decode.max_packed_rows", "'64'", "int"]),
+    ("packed rows negative", replaced("= 64", "= -1"), ["functions.decode.max_packed_rows", "-1", "at least 0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "named"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_spec_names_file_key_value_and_what_is_allowed(tmp_path, text, named):
+    folder = write(tmp_path / "k", text)
+    with pytest.raises(SpecError) as caught:
+        read_spec(folder)
+    message = str(caught.value)
+    assert str(folder / "spec.toml") in message
+    assert [part for part in named if part not in message] == []
+
+
+def test_missing_spec(tmp_path):
+    with pytest.raises(SpecError, match=r"spec\.toml cannot be read: No such file"):
+        read_spec(tmp_path)
+
+
+def test_spec_that_is_not_text(tmp_path):
+    (tmp_path / "spec.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match=r"spec\.toml is not valid TOML"):
+        read_spec(tmp_path)
+
+
+def test_folder_of_specs_is_read_in_order_of_name(tmp_path):
+    for name in ("zeta", "alpha"):
+        write(tmp_path / name, replaced('"my-kernel"', f'"{name}"'))
+    (tmp_path / "not-a-kernel").mkdir()
+    assert [spec.name for spec in load_specs(tmp_path)] == ["alpha", "zeta"]
+
+
+def test_packaged_specs_fit_their_folders():
+    specs = load_specs()
+    assert "range-attention" in [spec.name for spec in specs]
+    for spec in specs:
+        assert spec.folder == packaged_specs_dir() / spec.name
+        assert (spec.folder / "torch-ext" / spec.module / "__init__.py").is_file()
