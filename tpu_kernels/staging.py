@@ -13,8 +13,12 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import filelock
 
 VARIANT = Path("build") / "torch-tpu"
+_NOT_BUILT = ("__pycache__", "*.pyc")
 
 
 class StagingError(ValueError):
@@ -36,6 +40,7 @@ def stage(source: Path, out: Path) -> Path:
 
     Raises:
         StagingError: for a folder that is no kernel source.
+        OSError: when `out` cannot be written.
     """
     general = _build_toml(source)
     name, version = general["name"], general["version"]
@@ -44,53 +49,64 @@ def stage(source: Path, out: Path) -> Path:
         raise StagingError(f"{package}/__init__.py is missing; the Python package of kernel {name!r} lives there.")
     variant = out / VARIANT
     kernel_id = f"_{name.replace('-', '_')}_tpu_{content_hash(source)[:7]}"
-    if _is_staged(variant, kernel_id):
+    if _is_staged(variant, kernel_id):  # before the lock: a cache that is only readable serves as well
         return variant
     variant.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=variant.parent, prefix=".staging-") as scratch:
+    with (
+        filelock.FileLock(variant.parent / ".lock"),
+        tempfile.TemporaryDirectory(dir=variant.parent, prefix=".staging-") as scratch,
+    ):
+        if _is_staged(variant, kernel_id):  # by another process, while this one waited
+            return variant
         fresh = Path(scratch) / VARIANT.name
-        shutil.copytree(package, fresh, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        shutil.copytree(package, fresh, ignore=shutil.ignore_patterns(*_NOT_BUILT))
         _write_metadata(fresh, name, kernel_id, version, general["license"])
         if variant.exists():
-            # An older build: out of the way first, since a folder cannot be renamed over a full one.
+            # Another build: out of the way first, since a folder cannot be renamed over a full one.
             os.rename(variant, Path(scratch) / "old")
-        try:
-            os.rename(fresh, variant)
-        except OSError:
-            if not _is_staged(variant, kernel_id):  # unless another process was quicker
-                raise
+        os.rename(fresh, variant)
     return variant
 
 
 def content_hash(source: Path) -> str:
     """SHA-256 over names and bytes of the files that make up a kernel's build (hex)."""
     digest = hashlib.sha256()
-    for path in [source / "build.toml", *sorted((source / "torch-ext").rglob("*.py"))]:
+    package = (path for path in (source / "torch-ext").rglob("*") if path.is_file() and not _is_bytecode(path))
+    for path in [source / "build.toml", *sorted(package)]:
         digest.update(path.relative_to(source).as_posix().encode())
         digest.update(b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _build_toml(source: Path) -> dict[str, str]:
+def _is_bytecode(path: Path) -> bool:
+    return path.suffix == ".pyc" or "__pycache__" in path.parts
+
+
+def _build_toml(source: Path) -> dict[str, Any]:
     path = source / "build.toml"
     if not path.is_file():
         raise StagingError(f"{path} is missing; {source} is not a kernel source folder.")
     from kernels._rust import Build
 
     try:
-        Build.open(source)  # kernel-builder's own reader: name rules, edition, backends
-        general: dict[str, str] = tomllib.loads(path.read_text(encoding="utf-8"))["general"]
-    except (ValueError, OSError, KeyError) as error:
+        Build.open(source)  # kernel-builder's own reader: name rules, edition, license, backends
+        general: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["general"]
+    except (ValueError, OSError) as error:
         raise StagingError(f"{path}: {error}") from error
+    if "tpu" not in general["backends"]:
+        raise StagingError(f'{path}: general.backends = {general["backends"]} must include "tpu".')
     return general
 
 
 def _is_staged(variant: Path, kernel_id: str) -> bool:
-    metadata = variant / "metadata.json"
-    return metadata.is_file() and json.loads(metadata.read_text(encoding="utf-8")).get("id") == kernel_id
+    try:
+        metadata = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # none yet, or a damaged one, which is built anew
+        return False
+    return isinstance(metadata, dict) and metadata.get("id") == kernel_id
 
 
-def _write_metadata(variant: Path, name: str, kernel_id: str, version: str, license_id: str) -> None:
+def _write_metadata(variant: Path, name: str, kernel_id: str, version: int, license_id: str) -> None:
     from kernels._rust import Digest, DigestAlgorithm
 
     files = Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
@@ -112,7 +128,7 @@ def main() -> None:
         sys.exit("usage: python -m tpu_kernels.staging KERNEL_FOLDER OUT")
     try:
         print(stage(Path(sys.argv[1]), Path(sys.argv[2])))
-    except StagingError as error:
+    except (StagingError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
