@@ -65,8 +65,8 @@ def load_kernel(spec: KernelSpec) -> LoadedKernel:
         if kernel is None:
             _check_kernels_version(spec)
             kernel = _from_hub(spec) if spec.source.hub else _packaged(spec)
-            _check_functions(spec, kernel)
             _loaded[spec] = kernel
+            logger.info("kernel %r: %s, revision %s, %s", spec.name, kernel.source, kernel.revision, kernel.location)
         return kernel
 
 
@@ -92,10 +92,11 @@ def _packaged(spec: KernelSpec) -> LoadedKernel:
             "Check free space and permissions, or set TPU_KERNELS_CACHE to a writable folder."
         ) from error
     check_digest(spec.name, variant)
-    with _explained(spec, f"packaged copy {variant}"):
+    with _explained(spec, f"packaged copy {variant}"), _all_or_nothing(variant):
         # A variant folder is loaded whatever backend kernels detects: the same build is emulated on CPU hosts.
         module = kernels.get_local_kernel(variant)
         _import_submodules(module)
+        _check_functions(spec, module)
     return LoadedKernel(module, "packaged", str(variant), revision)
 
 
@@ -113,6 +114,7 @@ def _from_hub(spec: KernelSpec) -> LoadedKernel:
                 check_digest(spec.name, Path(variant).resolve())
             module = kernels.get_kernel(source.hub, **pin)
             _import_submodules(module)
+            _check_functions(spec, module)
     except KernelLoadError as error:
         if not isinstance(error.__cause__, httpx2.TransportError | TimeoutError):
             raise
@@ -212,17 +214,36 @@ def _import_submodules(module: ModuleType) -> None:
         importlib.import_module(found.name)
 
 
-def _check_functions(spec: KernelSpec, kernel: LoadedKernel) -> None:
-    lacking = [function.name for function in spec.functions if not callable(getattr(kernel.module, function.name, None))]
+def _check_functions(spec: KernelSpec, module: ModuleType) -> None:
+    lacking = [function.name for function in spec.functions if not callable(getattr(module, function.name, None))]
     if lacking:
         raise KernelLoadError(
-            f"kernel {spec.name!r} from {kernel.location} lacks {', '.join(lacking)}, which its spec.toml promises. "
+            f"kernel {spec.name!r} from {module.__file__} lacks {', '.join(lacking)}, which its spec.toml promises. "
             "The build and the spec are of different versions."
         )
 
 
+@contextlib.contextmanager
+def _all_or_nothing(variant: Path) -> Iterator[None]:
+    """When loading `variant` fails, forget all of it, so that a retry runs its files anew.
+
+    kernels itself forgets a module whose own body failed, but neither its submodules nor a module that failed later.
+    """
+    from kernels._rust import Metadata
+    from kernels.importer import _loaded_kernels
+
+    try:
+        yield
+    except BaseException:
+        kernel_id = Metadata.read_from_file(variant / "metadata.json").id
+        for name in [name for name in sys.modules if name == kernel_id or name.startswith(f"{kernel_id}.")]:
+            del sys.modules[name]
+        _loaded_kernels.pop(variant, None)
+        raise
+
+
 def _check_kernels_version(spec: KernelSpec) -> None:
-    if "kernels" not in sys.modules and importlib.util.find_spec("kernels") is None:
+    if importlib.util.find_spec("kernels") is None:
         raise KernelLoadError(
             f"kernel {spec.name!r}: the package kernels is not installed: pip install 'kernels>={KERNELS_AT_LEAST}'"
         )
