@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
-
-warnings.filterwarnings("ignore", message="<TorchTpu/Performance")
 
 import kernels
 import torch
