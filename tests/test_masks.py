@@ -1,17 +1,22 @@
 """Masks as ranges against transformers' own dense masks, for every builder in its masking_utils.
 
 Each case calls transformers' builder twice, once with this package's mask function and once with sdpa_mask (no skips):
-the expanded ranges must equal the dense mask exactly. test_transformers_5_24.py runs this file on the other release.
+the expanded ranges must equal the dense mask exactly. test_transformers_releases.py runs this file on the other release.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.testing
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,8 +62,14 @@ class Config:
         self._attn_implementation = "ranges_under_test"
 
 
+@functools.cache
+def config_class(model, module="transformers.models"):
+    return type("SomeConfig", (Config,), {"__module__": f"{module}.{model}.configuration"})
+
+
 def config(model_type="llama", sliding_window=None, attention_chunk_size=None):
-    return Config(model_type, sliding_window, attention_chunk_size)
+    model = {"gemma3_text": "gemma3"}.get(model_type, model_type)
+    return config_class(model)(model_type, sliding_window, attention_chunk_size)
 
 
 def build(builder, implementation, settings_, batch, q_len, cache=None, **kwargs):
@@ -227,10 +238,85 @@ def test_transformers_own_functions_given_by_the_user_become_ranges():
     check(mu.create_causal_mask, config(), 2, 7, **kwargs)
 
 
-@pytest.mark.parametrize("model_type", sorted(masks.DENSE_MODEL_TYPES))
-def test_model_types_that_compute_on_masks_get_dense_ones(model_type):
-    for name in (model_type, model_type + "_text"):
-        check(mu.create_causal_mask, config(name), 1, 4, ranges_expected=False, attention_mask=None)
+@pytest.mark.parametrize("model", sorted(masks.DENSE_MODELS))
+def test_models_that_compute_on_masks_get_dense_ones(model):
+    check(mu.create_causal_mask, config(model), 1, 4, ranges_expected=False, attention_mask=None)
+
+
+def test_every_part_of_such_a_model_gets_dense_masks():
+    """Parts have model types of their own (siglip2_vision_model): the class says where a part belongs."""
+    from transformers import PreTrainedConfig
+    from transformers.models.siglip2 import configuration_siglip2
+    from transformers.models.wav2vec2_bert import configuration_wav2vec2_bert
+
+    for module in (configuration_siglip2, configuration_wav2vec2_bert):
+        parts = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+        assert parts and all(issubclass(each, PreTrainedConfig) for each in parts)
+        for part in parts:
+            assert masks.model_of(part()) in masks.DENSE_MODELS, part
+
+
+def test_a_model_whose_code_nobody_has_read_gets_dense_masks():
+    masks.dense_reasons.clear()
+    strange = config_class("llama", "transformers_modules")("llama", None, None)
+    check(mu.create_causal_mask, strange, 1, 4, ranges_expected=False, attention_mask=None)
+    assert any("not transformers' own" in reason for reason in masks.dense_reasons.as_dict())
+    derived = type("MyConfig", (config_class("llama"),), {"__module__": "mine"})("mine", None, None)
+    check(mu.create_causal_mask, derived, 1, 4, attention_mask=None)
+
+
+def mask_arithmetic(function: ast.FunctionDef) -> set[str]:
+    """Expressions of a modeling function that index, read or compute on a mask made by transformers' builders."""
+    made = {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if re.fullmatch(r"(\w+\.)*create_\w*mask\w*", ast.unparse(node.value.func))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    if any(ast.unparse(call.func) == "attention_interface" for call in calls):
+        made.add("attention_mask")
+
+    def is_mask(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in made
+
+    found = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Subscript(value=value) | ast.Attribute(value=value) | ast.UnaryOp(op=ast.Invert(), operand=value):
+                touched = is_mask(value)
+            case ast.BinOp(left=left, right=right):
+                touched = is_mask(left) or is_mask(right)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch")), args=arguments):
+                touched = any(map(is_mask, arguments))
+            case _:
+                touched = False
+        if touched:
+            found.add(ast.unparse(node))
+    return found
+
+
+# Models that the scan finds and that need no dense mask, with the expression that was looked at.
+HARMLESS = {
+    "diffusion_gemma": {"mask_mapping[self.text_config.layer_types[i]]"},  # a choice between masks
+    "nemotron3_diarization": {"attention_mask[:, ::self.config.subsampling_factor]"},  # still the 2-D padding mask
+}
+
+
+def test_no_other_model_of_this_release_computes_on_its_mask():
+    scanned = 0
+    unknown = {}
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = set().union(*(mask_arithmetic(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)))
+        scanned += 1
+        model = path.parent.name
+        if found - HARMLESS.get(model, set()) and model not in masks.DENSE_MODELS:
+            unknown[model] = found
+    assert scanned > 300
+    assert not unknown, "look at these, then add them to masks.DENSE_MODELS, or to HARMLESS here"
 
 
 def test_an_unknown_release_gets_dense_masks(monkeypatch):
@@ -348,10 +434,11 @@ def test_one_graph_under_compile(kind, dynamic):
 def test_packed_documents_in_one_graph():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    made = config()
 
     def step(positions):
         return build(
-            BUILDERS["causal"], "ranges_under_test", config(), 1, 6, attention_mask=None, position_ids=positions
+            BUILDERS["causal"], "ranges_under_test", made, 1, 6, attention_mask=None, position_ids=positions
         )
 
     compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)

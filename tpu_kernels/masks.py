@@ -39,8 +39,9 @@ __all__ = [
 # Releases whose masking_utils the tests compare with, builder by builder.
 KNOWN_RELEASES = ("5.22.", "5.23.", "5.24.")
 
-# Model types that index or compute on the mask they are given: those need the dense one (tests scan transformers for them).
-DENSE_MODEL_TYPES = frozenset(
+# Models (folders of transformers/models) whose code indexes or computes on the mask it is given: those need the dense one
+# (a test scans transformers for them).
+DENSE_MODELS = frozenset(
     "axk2 beit big_bird bigbird_pegasus data2vec deepseek_v32 deepseek_v4 dots3_note falcon gemma4 gemma4_assistant "
     "gemma4_unified gemma4_unified_assistant glm5_next glm_moe_dsa granite_speech5 hubert hy_v4 hy_v4_vl idefics2 idefics3 "
     "imagegpt longformer luke minimax_m3_vl mistral_large4 moonshine musicgen_melody nemotron3_5_transcribe "
@@ -59,6 +60,15 @@ _CONTIGUOUS_BLOCKS = frozenset(
 def release_is_known() -> bool:
     """Whether this transformers release is one whose masks have been compared; on others every mask stays dense."""
     return transformers.__version__.startswith(KNOWN_RELEASES)
+
+
+def model_of(config: Any) -> str:
+    """The folder of transformers/models that a configuration's class, or what it derives from, is defined in, or ""."""
+    for kind in type(config).__mro__:
+        package = kind.__module__.split(".")
+        if package[:2] == ["transformers", "models"]:
+            return package[2]
+    return ""
 
 
 class _DenseReasons:
@@ -147,9 +157,12 @@ def _refusal(config: Any, attention_mask: torch.Tensor | None, use_vmap: bool) -
     """Why no range may be built whatever the mask function is."""
     if not release_is_known():
         return f"transformers {transformers.__version__} is a release whose masks nobody has compared"
-    model_type = getattr(config, "model_type", "") or ""
-    if model_type in DENSE_MODEL_TYPES or model_type.removesuffix("_text") in DENSE_MODEL_TYPES:
-        return f"model type {model_type} computes on its mask"
+    if config is not None:
+        model = model_of(config)
+        if not model:
+            return f"the code of {type(config).__name__}'s model is not transformers' own and may compute on its mask"
+        if model in DENSE_MODELS:
+            return f"model {model} computes on its mask"
     if attention_mask is not None and attention_mask.ndim != 2:
         return f"the padding mask has {attention_mask.ndim} dimensions"
     return None
