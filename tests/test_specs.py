@@ -104,7 +104,7 @@ BAD = [
     ("unknown generation", replaced('"v6e"]', '"v9"]'), ["capabilities.generations", "'v9'", "v5p, v6e, tpu7x"]),
     ("head dim a float", replaced("256", "256.0"), ["capabilities.max_head_dim", "256.0", "int"]),
     ("head dim zero", replaced("256", "0"), ["capabilities.max_head_dim", "0", "at least 1"]),
-    ("unknown source key", replaced('hub = ""', 'hub = ""\nbranch = "x"'), ["[source]", "branch", "hub, revision, version"]),
+    ("unknown source key", replaced('hub = ""', 'hub = ""\nbranch = "x"'), ["[source]", "hub, revision, trusted, version"]),
     ("hub without a pin", replaced('hub = ""', 'hub = "a/b"'), ["source.hub", "'a/b'", "source.revision", "source.version"]),
     ("hub no repository", replaced('hub = ""', 'hub = "b"\nversion = 1'), ["source.hub", "'b'", "org/name"]),
     ("revision a branch", replaced('hub = ""', 'hub = "a/b"\nrevision = "main"'), ["source.revision", "'main'", "40 or 64"]),

@@ -27,12 +27,14 @@ class SpecError(ValueError):
 class Source:
     """Where a kernel's build comes from. hub "" means the copy packaged here; else "org/name" with a pin.
 
-    revision is a commit (wins over version); version N means the Hub branch vN.
+    revision is a commit (wins over version); version N means the Hub branch vN. trusted: load it although the Hub does
+    not count its publisher among the trusted ones.
     """
 
     hub: str = ""
     revision: str = ""
     version: int = 0
+    trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ def read_spec(folder: Path) -> KernelSpec:
 
 
 def _source(path: Path, document: dict[str, Any]) -> Source:
-    table = _table(path, document, "source", {"hub": str, "revision": str, "version": int}, required=False)
+    table = _table(
+        path, document, "source", {field.name: _toml_type(field.type) for field in fields(Source)}, required=False
+    )
     source = Source(**table)
     _at_least(path, "source.version", source.version, 0)
     if source.revision:
@@ -177,7 +181,7 @@ def _at_least(path: Path, key: str, value: int, lowest: int) -> None:
 
 
 def _toml_type(annotation: Any) -> type:
-    return {"bool": bool, "int": int}.get(str(annotation), list)
+    return {"bool": bool, "int": int, "str": str}.get(str(annotation), list)
 
 
 def _known(path: Path, where: str, table: dict[str, Any], allowed: set[str]) -> None:

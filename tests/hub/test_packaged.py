@@ -184,7 +184,9 @@ def test_loading_is_told(make_kernel, caplog):
     caplog.set_level(logging.INFO, "tpu_kernels")
     loaded = hub.load_kernel(read_spec(make_kernel()))
     (record,) = caplog.records
-    assert "small-kernel" in record.message and "packaged" in record.message and loaded.location in record.message
+    assert record.message == (
+        f"kernel 'small-kernel': packaged (spec.toml names no Hub repository), revision {loaded.revision}, {loaded.location}"
+    )
 
 
 def test_a_failure_does_not_hold_the_lock(make_kernel):

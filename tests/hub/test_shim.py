@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernels.backends import _backend
 
-from tpu_kernels import hub
+from tpu_kernels import builds
 
 
 def accelerator(monkeypatch, kind):
@@ -24,7 +24,7 @@ def accelerator(monkeypatch, kind):
 def test_does_nothing_where_the_accelerator_is_no_tpu(monkeypatch, kind):
     accelerator(monkeypatch, kind)
     before = _backend()
-    with hub.backend_shim() as shimmed:
+    with builds.backend_shim() as shimmed:
         assert shimmed is False and not hasattr(torch.backends, "tpu")
         assert _backend() == before
 
@@ -43,19 +43,19 @@ def on_tpu(monkeypatch):
 def test_kernels_sees_the_tpu_inside_and_not_afterwards(on_tpu):
     before = _backend()
     assert before.name != "tpu"
-    with hub.backend_shim() as shimmed:
+    with builds.backend_shim() as shimmed:
         assert shimmed is True and _backend().name == "tpu"
     assert _backend() == before and not hasattr(torch.backends, "tpu")
 
 
 def test_attribute_goes_when_loading_fails(on_tpu):
-    with pytest.raises(RuntimeError, match="in the kernel"), hub.backend_shim():
+    with pytest.raises(RuntimeError, match="in the kernel"), builds.backend_shim():
         raise RuntimeError("in the kernel")
     assert not hasattr(torch.backends, "tpu")
 
 
 def test_nested(on_tpu):
-    with hub.backend_shim() as outer, hub.backend_shim() as inner:
+    with builds.backend_shim() as outer, builds.backend_shim() as inner:
         assert (outer, inner) == (True, False)
     assert not hasattr(torch.backends, "tpu")
 
@@ -63,7 +63,7 @@ def test_nested(on_tpu):
 def test_does_nothing_where_the_attribute_exists(on_tpu, monkeypatch):
     theirs = object()
     monkeypatch.setattr(torch.backends, "tpu", theirs, raising=False)
-    with hub.backend_shim() as shimmed:
+    with builds.backend_shim() as shimmed:
         assert shimmed is False and torch.backends.tpu is theirs
     assert torch.backends.tpu is theirs
 
@@ -92,7 +92,7 @@ def test_accelerator_of_torch_tpu_is_named_tpu(real):
 
 
 def test_the_shim_is_still_needed(real):
-    """When this fails, kernels or torch_tpu have mended TPU detection: remove `hub.backend_shim` and its tests."""
+    """When this fails, kernels or torch_tpu have mended TPU detection: remove `builds.backend_shim` and its tests."""
     assert real["attribute_before"] is False
     assert "backend (tpu) does not match system backend" in real["without_shim"]
 

@@ -19,7 +19,7 @@ from torch_tpu import _loader
 sys.path.insert(0, str(Path(__file__).parent))
 from small_kernel import write_kernel
 
-from tpu_kernels import hub
+from tpu_kernels import builds, hub
 from tpu_kernels.specs import read_spec
 
 
@@ -70,7 +70,7 @@ def main(scratch: Path) -> dict[str, object]:
         "without_shim": attempt(tpu),
         "others_before": others(repositories),
     }
-    with hub.backend_shim():
+    with builds.backend_shim():
         result["with_shim"] = [_backend().name, kernels.get_local_kernel(tpu).__name__]
     result["attribute_after"] = hasattr(torch.backends, "tpu")
     result["others_after"] = others(repositories)

@@ -1,0 +1,164 @@
+"""Run as a program: a server that runs each job (a JSON line) in a process of its own, forked after torch was imported.
+
+huggingface_hub and kernels read their environment when they are imported, so every job needs a process that has not
+imported them; importing torch and everything else anew each time would make the tests slow. A job names an environment,
+a folder to work in, calls (functions of this file with their arguments) and a file for what the calls return, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+
+def load(folder: str, threads: int = 1) -> dict[str, object]:
+    """hub.load_kernel; what came, or how it failed, and what was logged."""
+    from tpu_kernels import hub
+    from tpu_kernels.specs import read_spec
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tpu_kernels").addHandler(handler)
+    spec, got = read_spec(Path(folder)), []
+    before = set(sys.modules)
+
+    def attempt() -> None:
+        try:
+            got.append(hub.load_kernel(spec))
+        except hub.KernelLoadError as error:
+            got.append(error)
+
+    started = time.monotonic()
+    running = [threading.Thread(target=attempt) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    seconds = time.monotonic() - started
+    logging.getLogger("tpu_kernels").removeHandler(handler)
+    first = got[0]
+    result: dict[str, object] = {"warnings": told, "seconds": seconds}
+    if isinstance(first, Exception):
+        left = [name for name in set(sys.modules) - before if name.startswith("_small_kernel")]
+        return result | {"error": str(first), "cause": type(first.__cause__).__name__, "left": left}
+    return result | {
+        "source": first.source,
+        "revision": first.revision,
+        "why": first.why,
+        "location": first.location,
+        "value": first.module.forward(),
+        "same": all(each is first for each in got),
+    }
+
+
+def prefetch(folder: str) -> dict[str, object]:
+    """hub.prepare with everything."""
+    from tpu_kernels import hub
+    from tpu_kernels.specs import read_spec
+
+    try:
+        build = hub.prepare(read_spec(Path(folder)), everything=True)
+    except hub.KernelLoadError as error:
+        return {"error": str(error)}
+    return {"source": build.source, "revision": build.revision, "folder": str(build.folder)}
+
+
+def stock(repo: str, version: int | None = None, revision: str | None = None) -> dict[str, object]:
+    """kernels.get_kernel itself, seeing a TPU, as on a host where detection works."""
+    import types
+
+    import kernels
+    import torch
+
+    torch.backends.tpu = types.ModuleType("torch.backends.tpu")
+    try:
+        module = kernels.get_kernel(repo, version=version, revision=revision)
+    except Exception as error:  # whatever it is, the test looks at it
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"value": module.forward(), "file": str(module.__file__)}
+
+
+def command(*arguments: str) -> dict[str, object]:
+    """The command line `tpu-kernels`."""
+    import io
+
+    from tpu_kernels import cli
+
+    sys.argv = ["tpu-kernels", *arguments]
+    out = io.StringIO()
+    code: object = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+    return {"code": code, "output": out.getvalue()}
+
+
+def environ(name: str, value: str | None) -> None:
+    """Set or remove an environment variable between two calls."""
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+
+
+def limit_file_size(limit: int) -> None:
+    """Writing past `limit` bytes in a file fails from now on, as on a full disk."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def _run(job: dict[str, object]) -> None:
+    environment = job["environment"]
+    assert isinstance(environment, dict)
+    os.environ.update(environment)
+    os.chdir(str(job["folder"]))
+    results, result = [], Path(str(job["result"]))
+    with result.with_suffix(".log").open("w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            for name, arguments in job["calls"]:  # type: ignore[attr-defined]
+                results.append(globals()[name](*arguments))
+            text = json.dumps(results)
+        except BaseException:
+            text = json.dumps({"crash": traceback.format_exc()})
+        fresh = result.with_suffix(".new")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT)
+        os.write(descriptor, text.encode())
+        os.rename(fresh, result)
+
+
+def main() -> None:
+    importlib.import_module("torch")
+    importlib.import_module("tpu_kernels.download")
+    importlib.import_module("kernels")
+    for name in list(sys.modules):  # what reads the environment is imported anew by each job
+        # kernels._rust does not, and cannot be imported twice.
+        if name.partition(".")[0] in ("huggingface_hub", "kernels", "tpu_kernels") and name != "kernels._rust":
+            del sys.modules[name]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: the results are files
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _run(json.loads(line))
+            os._exit(0)
+        print(child, flush=True)
+
+
+if __name__ == "__main__":
+    main()
