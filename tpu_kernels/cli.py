@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import cli_hub
+
 app = typer.Typer(
     name="tpu-kernels",
     help="TPU attention kernels for transformers.",
@@ -72,6 +74,9 @@ def list_kernels(as_json: Json = False) -> None:
         pin = source.revision or (f"version {source.version}" if source.version else "")
         table.add_row("source", f"{source.hub} at {pin}" if source.hub else f"packaged copy, {spec.folder}")
         console.print(table)
+
+
+cli_hub.register(app)
 
 
 def main() -> None:

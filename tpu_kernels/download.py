@@ -100,6 +100,13 @@ def pull(spec: KernelSpec, *, everything: bool = False) -> Pulled:
     return _last_known(spec, record, commit, pin, reason)
 
 
+def newest_commit(spec: KernelSpec) -> str:
+    """The head of the branch of `spec`'s version, from the Hub; its publisher must be trusted."""
+    if not _trusted_by_name(spec):
+        _publisher(spec)
+    return _resolve(spec, f"v{spec.source.version}")
+
+
 def _last_known(spec: KernelSpec, record: _Record, commit: str, pin: str, reason: str) -> Pulled:
     """What the cache has of `pin`, when the Hub does not answer because of `reason`."""
     repo = spec.source.hub

@@ -23,7 +23,7 @@ from . import builds, staging
 from .builds import KernelLoadError, cache_dir
 from .specs import KernelSpec
 
-__all__ = ["KernelLoadError", "LoadedKernel", "cache_dir", "load_kernel", "prepare"]
+__all__ = ["Build", "KernelLoadError", "LoadedKernel", "cache_dir", "load_kernel", "newest_commit", "prepare"]
 
 logger = logging.getLogger("tpu_kernels")
 
@@ -119,6 +119,19 @@ def prepare(spec: KernelSpec, *, everything: bool = False) -> Build:
         logger.warning("kernel %r from %s: %s; commit %s from the cache serves.", spec.name, spec.source.hub, pulled.why,
                        pulled.commit)  # fmt: skip
     return Build(pulled.variant, pulled.source, pulled.commit, pulled.why)
+
+
+def newest_commit(spec: KernelSpec) -> str:
+    """The commit that `spec`'s version of its Hub repository stands for now, whatever a lock file says.
+
+    Raises:
+        KernelLoadError: also when the Hub does not answer, or does not trust the publisher.
+    """
+    _check_kernels_version(spec)
+    from . import download
+
+    with _explained(spec, f"Hub repository {spec.source.hub}"):
+        return download.newest_commit(spec)
 
 
 def _packaged(spec: KernelSpec, why: str) -> Build:

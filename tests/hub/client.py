@@ -88,6 +88,26 @@ def stock(repo: str, version: int | None = None, revision: str | None = None) ->
     return {"value": module.forward(), "file": str(module.__file__)}
 
 
+def model(folder: str) -> dict[str, object]:
+    """A model made from the config.json in `folder`, asked for tpu_attention, and run."""
+    import kernels
+    import torch
+    import transformers
+
+    import tpu_kernels
+
+    tpu_kernels.register()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tpu_attention").eval()
+    with torch.no_grad():
+        made(torch.zeros(1, 8, dtype=torch.int64))
+    return {
+        "attention": made.config._attn_implementation,
+        "reasons": sorted({row.reason for row in tpu_kernels.explain(made).rows}),
+        "kernels": sorted(str(known.metadata.name) for known in kernels.get_loaded_kernels()),
+    }
+
+
 def command(*arguments: str) -> dict[str, object]:
     """The command line `tpu-kernels`."""
     import io
