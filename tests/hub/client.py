@@ -125,11 +125,14 @@ def command(*arguments: str) -> dict[str, object]:
     return {"code": code, "output": out.getvalue()}
 
 
-def environ(name: str, value: str | None) -> None:
-    """Set or remove an environment variable between two calls."""
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
+def kernels_lock(project: str) -> dict[str, object]:
+    """`kernels lock PROJECT`."""
+    import argparse
+
+    from kernels.cli.lock import lock_kernels
+
+    lock_kernels(argparse.Namespace(project_dir=Path(project)))
+    return {"lock": (Path(project) / "kernels.lock").read_text()}
 
 
 def limit_file_size(limit: int) -> None:
