@@ -3,6 +3,7 @@
 Nothing here comes from the kernel. The visible set of each row is spelled out as a dense bool mask.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -17,15 +18,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernel_specs" / "range-atten
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import range_attention  # noqa: E402
 import torch  # noqa: E402
+
+import range_attention  # noqa: E402
 from range_attention import blocks, ranges  # noqa: E402
 
-__all__ = ["Call", "blocks", "check", "make_call", "range_attention", "ranges", "reference", "run"]
+__all__ = [
+    "Call", "blocks", "check", "check_gradients", "make_call", "output_gradient", "range_attention", "ranges",
+    "reference", "reference_gradients", "run", "run_gradients",
+]  # fmt: skip
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
 # Rounding the output once, in units of the largest output: below this, errors cannot be told from luck.
 OUTPUT_ROUNDING = {"f32": 2.0**-22, "bf16": 2.0**-9}
+# Gradients are sums of products of rounded numbers: two roundings.
+GRADIENT_ROUNDING = {"f32": 2.0**-21, "bf16": 2.0**-8}
 
 
 @dataclass
@@ -87,14 +94,41 @@ def run(
         scale=float(call.scale), softcap=float(call.softcap), block_q=block_q, block_kv=block_kv,
         precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
     )  # fmt: skip
-    arrays = [jax.dlpack.from_dlpack(x.contiguous()) for x in (call.q, call.k, call.v)]
+    return torch.from_dlpack(_run(function, _arrays(call), static)).clone()
+
+
+def run_gradients(
+    call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None, *, block_q: int = 0, block_kv: int = 0,
+    precision: str = "highest", vmem_bytes: int = 0, interpret: Any = True,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """out, lse, dq, dk, dv and, with sinks, dsinks of the kernels, emulated on CPU."""
+    static = dict(
+        scale=float(call.scale), softcap=float(call.softcap), block_q=block_q, block_kv=block_kv,
+        precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
+    )  # fmt: skip
+    arrays = _arrays(call)
+    out, lse = _run("forward_with_lse", arrays, static)
+    grads = [_to_jax(do), None if dlse is None else _to_jax(dlse)]
+    dq, dk, dv, dsinks = _run("backward", [*arrays, out, lse, *grads], static)
+    made = dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+    return {name: torch.from_dlpack(x).clone() for name, x in made.items() if x is not None}
+
+
+def _to_jax(x: torch.Tensor) -> jax.Array:
+    return jax.dlpack.from_dlpack(x.contiguous())
+
+
+def _arrays(call: Call) -> list[jax.Array | None]:
+    arrays = [_to_jax(x) for x in (call.q, call.k, call.v)]
     arrays += [jnp.asarray(call.starts, jnp.int32), jnp.asarray(call.ends, jnp.int32)]
-    arrays += [None if x is None else jnp.asarray(x) for x in (call.valid, call.sinks)]
-    if interpret is True:
-        out = _jitted(function, **static)(*arrays)
-    else:  # the checking interpreter keeps state of its own between host callbacks: not under an outer jit
-        out = getattr(range_attention, function)(*arrays, **static)
-    return torch.from_dlpack(jax.block_until_ready(out)).clone()
+    return arrays + [None if x is None else jnp.asarray(x) for x in (call.valid, call.sinks)]
+
+
+def _run(function: str, arrays: list[jax.Array | None], static: dict[str, Any]) -> Any:
+    if static["interpret"] is True:
+        return jax.block_until_ready(_jitted(function, **static)(*arrays))
+    # The checking interpreter keeps state of its own between host callbacks: not under an outer jit.
+    return jax.block_until_ready(getattr(range_attention, function)(*arrays, **static))
 
 
 def reference(call: Call) -> torch.Tensor:
@@ -124,17 +158,21 @@ def torch_attention(call: Call) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             call.q, call.k, call.v, attn_mask=mask, scale=call.scale, enable_gqa=True
         )
-    group = call.q.shape[1] // call.k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
+    v = call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)
+    p = torch.softmax(torch_scores(call), -1)[..., : v.shape[2]].masked_fill(~mask, 0.0)
+    return p.to(v.dtype) @ v
+
+
+def torch_scores(call: Call) -> torch.Tensor:
+    """Scores in float32, hidden ones -inf, the sink's as a last column."""
+    k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
     s = call.q.float() @ k.float().transpose(2, 3) * call.scale
     if call.softcap:
         s = call.softcap * torch.tanh(s / call.softcap)
-    s = s.masked_fill(~mask, -torch.inf)
-    if call.sinks is not None:
-        sinks = torch.from_numpy(call.sinks).float()[None, :, None, None].expand(*s.shape[:3], 1)
-        s = torch.cat([s, sinks], -1)
-    p = torch.softmax(s, -1)[..., : k.shape[2]].masked_fill(~mask, 0.0)
-    return p.to(call.v.dtype) @ v
+    s = s.masked_fill(~torch.from_numpy(call.mask)[:, None], -torch.inf)
+    if call.sinks is None:
+        return s
+    return torch.cat([s, torch.as_tensor(call.sinks).float()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
 
 
 def allowed_error(call: Call, expected: torch.Tensor) -> float:
@@ -155,3 +193,108 @@ def check(call: Call, function: str = "forward", **options: Any) -> torch.Tensor
     rows_without_keys = torch.from_numpy(~call.mask.any(-1))[:, None, :, None].expand_as(out)
     assert (out[rows_without_keys] == 0).all()
     return out
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def output_gradient(call: Call, seed: int = 0) -> torch.Tensor:
+    """A normal gradient of the output, in the call's dtype."""
+    size = (*call.q.shape[:3], call.v.shape[-1])
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed + 1000)).to(call.q.dtype)
+
+
+def reference_gradients(
+    call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """float64 lse [B, Hq, Q] and gradients, by the formulas, a head at a time.
+
+    "dsinks terms" is the sum of the sizes of what dsinks is the sum of: both signs occur there.
+    """
+    q, k, v, do = (x.double() for x in (call.q, call.k, call.v, do))
+    group = q.shape[1] // k.shape[1]
+    mask = torch.from_numpy(call.mask)
+    made = dict(lse=torch.zeros(q.shape[:3], dtype=torch.float64))
+    made |= dict(dq=torch.zeros_like(q), dk=torch.zeros_like(k), dv=torch.zeros_like(v))
+    if call.sinks is not None:
+        made |= {name: torch.zeros(q.shape[1], dtype=torch.float64) for name in ("dsinks", "dsinks terms")}
+    for h in range(q.shape[1]):
+        kh, vh = k[:, h // group], v[:, h // group]
+        s = call.scale * q[:, h] @ kh.transpose(1, 2)
+        slope = torch.full_like(s, call.scale)
+        if call.softcap:
+            t = torch.tanh(s / call.softcap)
+            s, slope = call.softcap * t, call.scale * (1 - t * t)
+        s = s.masked_fill(~mask, -torch.inf)
+        if call.sinks is not None:
+            s = torch.cat([s, torch.full((*s.shape[:2], 1), float(call.sinks[h]), dtype=s.dtype)], -1)
+        lse = torch.logsumexp(s, -1).masked_fill(~mask.any(-1), -torch.inf)
+        made["lse"][:, h] = lse
+        p = torch.exp(s - lse[..., None]).masked_fill(lse[..., None] == -torch.inf, 0.0)
+        weights = p[..., : kh.shape[1]]
+        # d loss / d weight, less its mean under the softmax; the sink's own weight counts nothing
+        dp = do[:, h] @ vh.transpose(1, 2)
+        mean = (weights * dp).sum(-1, keepdim=True)
+        if dlse is not None:
+            mean = mean - dlse[:, h, :, None].double()
+        ds = weights * (dp - mean) * slope
+        made["dq"][:, h] = ds @ kh
+        made["dk"][:, h // group] += ds.transpose(1, 2) @ q[:, h]
+        made["dv"][:, h // group] += weights.transpose(1, 2) @ do[:, h]
+        if call.sinks is not None:
+            made["dsinks"][h] = -(p[..., -1:] * mean).sum()
+            made["dsinks terms"][h] = (p[..., -1:] * mean).abs().sum()
+    return made
+
+
+def torch_gradients(call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Of `torch_attention`, and of its lse where dlse is given, by autograd."""
+    names = ["q", "k", "v"] + ([] if call.sinks is None else ["sinks"])
+    inputs = {name: getattr(call, name) for name in names}
+    inputs = {
+        name: (torch.from_numpy(x.copy()) if name == "sinks" else x.clone()).requires_grad_() for name, x in inputs.items()
+    }
+    call = dataclasses.replace(call, **inputs)
+    torch_attention(call).backward(do)
+    if dlse is not None:  # a row without keys has a constant lse
+        live = torch.from_numpy(call.mask.any(-1))[:, None]
+        torch_scores(call).logsumexp(-1).backward(dlse * live)
+    return {f"d{name}": x.grad for name, x in inputs.items()}
+
+
+def check_gradients(
+    call: Call, do: torch.Tensor | None = None, dlse: torch.Tensor | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Runs forward_with_lse and backward, holds every result against the reference, and returns them all."""
+    do = output_gradient(call) if do is None else do
+    made = run_gradients(call, do, dlse, **options)
+    expected, theirs = reference_gradients(call, do, dlse), torch_gradients(call, do, dlse)
+    dtype = "f32" if call.q.dtype == torch.float32 else "bf16"
+    dead = torch.from_numpy(~call.mask.any(-1))[:, None].expand(made["lse"].shape)
+    unseen = torch.from_numpy(~call.mask.any(1))[:, None].expand(made["dk"].shape[:3])
+
+    expected_out = reference(call)
+    error = (made["out"].double() - expected_out).abs().max().item()
+    allowed = allowed_error(call, expected_out)
+    assert error <= allowed, f"out: max error {error:.3e}, allowed {allowed:.3e}"
+
+    lse, expected_lse = made["lse"], expected.pop("lse")
+    assert lse.dtype == torch.float32 and (lse[dead] == -torch.inf).all()
+    error = (lse.double() - expected_lse)[~dead].abs().max().item() if not dead.all() else 0.0
+    # Scores of float32 numbers: one rounding of the largest of them, and of what they are summed from.
+    allowed = 2.0**-20 * max(1.0, expected_lse[~dead].abs().max().item() if not dead.all() else 0.0)
+    assert error <= allowed, f"lse: max error {error:.3e}, allowed {allowed:.3e}"
+
+    terms = expected.pop("dsinks terms", None)
+    for name, wanted in expected.items():
+        got = made[name]
+        source = call.sinks if name == "dsinks" else getattr(call, name[1:])
+        source = torch.as_tensor(source)
+        assert got.shape == source.shape and got.dtype == source.dtype
+        error = (got.double() - wanted).abs().max().item()
+        error_of_torch = (theirs[name].double() - wanted).nan_to_num(nan=0.0).abs().max().item()
+        largest = (terms if name == "dsinks" else wanted.abs()).max().item()
+        allowed = 2 * error_of_torch + GRADIENT_ROUNDING[dtype] * largest
+        assert error <= allowed, f"{name}: max error {error:.3e}, allowed {allowed:.3e}, largest {largest:.3e}"
+    assert (made["dq"][dead] == 0).all() and (made["dk"][unseen] == 0).all() and (made["dv"][unseen] == 0).all()
+    return made

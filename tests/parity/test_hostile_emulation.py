@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
-from range_attention_reference import check, make_call, run
+from range_attention_reference import check, check_gradients, make_call, output_gradient, run, run_gradients
 
 SEEDS = (0, 1)
 
@@ -59,12 +59,39 @@ def test_checking_interpreter(case: str, extras: bool) -> None:
         torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "all extras"])
+def test_gradients(extras: bool) -> None:
+    """Several query blocks, heads and key blocks add to the same accumulators, across steps that come in any order."""
+    rng = np.random.default_rng(7)
+    starts, ends = rng.integers(-3, 301, (2, 150)), rng.integers(0, 304, (2, 150))
+    starts[1, :128], ends[1, :128] = 0, 300  # full tiles too
+    call = make_call(3, "f32", 2, 2, 1, 150, 300, 24, 40, starts=starts, ends=ends)
+    if extras:
+        call.valid = rng.random((2, 300)) < 0.7
+        call.valid[0, 128:256] = False
+        call.valid[1, :256] = True
+        call.sinks = np.array([0.5, -1.0], np.float32)
+        call.softcap = 3.0
+    options = dict(block_q=128, block_kv=128)
+    plain = check_gradients(call, **options)
+    for seed in SEEDS:
+        made = check_gradients(call, interpret=hostile(seed), **options)
+        for name, expected in plain.items():
+            torch.testing.assert_close(made[name], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("function", ["forward", "decode"])
 def test_shapes_smaller_than_a_block(function: str) -> None:
     """Nearly all of every block lies outside the arrays, where the interpreter has NaN."""
     call = make_call(1, "f32", 1, 2, 1, 1, 3, 5, 7)
     check(call, function)
     check(call, function, interpret=hostile(0))
+
+
+def test_gradients_of_shapes_smaller_than_a_block() -> None:
+    call = make_call(1, "f32", 1, 2, 1, 1, 3, 5, 7)
+    check_gradients(call, interpret=hostile(0))
 
 
 def test_the_checking_interpreter_does_raise() -> None:
@@ -98,3 +125,17 @@ def test_poison_under_the_checking_interpreter() -> None:
     call.v[:, :, 130:] = float("inf")
     out = run(call, "decode", block_kv=128, interpret=hostile(0))
     torch.testing.assert_close(out, clean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_poisoned_gradients_under_the_checking_interpreter() -> None:
+    ends = np.broadcast_to(np.minimum(np.arange(1, 131), 100), (1, 130)).copy()
+    ends[0, 7] = 0
+    call = make_call(4, "f32", 1, 2, 1, 130, 140, 16, ends=ends)
+    do = output_gradient(call)
+    clean = run_gradients(call, do)
+    call.k[:, :, 100:], call.v[:, :, 100:] = float("nan"), float("inf")
+    call.q[:, :, 7], do[:, :, 7] = float("inf"), float("nan")
+    made = run_gradients(call, do, interpret=hostile(0))
+    for name, expected in clean.items():
+        torch.testing.assert_close(made[name], expected, rtol=1e-5, atol=1e-5)

@@ -388,9 +388,12 @@ SMALL = [  # function, batch, heads, KV heads, q_len, kv_len, dim, block_q, bloc
 ]
 
 
-@settings(max_examples=240, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_ranges(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [30, pytest.param(240, marks=pytest.mark.slow)])
+def test_any_ranges(examples: int) -> None:
+    settings(max_examples=examples, deadline=None, derandomize=True)(given(data=st.data())(any_ranges))()
+
+
+def any_ranges(data: st.DataObject) -> None:
     function, batch, heads, kv_heads, q_len, kv_len, dim, block_q, block_kv = data.draw(
         st.sampled_from(SMALL)
     )
@@ -416,7 +419,7 @@ def test_any_ranges(data: st.DataObject) -> None:
     check(call, function, block_q=block_q, block_kv=block_kv)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_block_bounds(data: st.DataObject) -> None:
     """Against the definition, tile by tile, from a dense mask."""

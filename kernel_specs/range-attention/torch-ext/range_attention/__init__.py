@@ -1,10 +1,12 @@
 """Attention on row ranges for TPU: each query row sees one contiguous run of keys.
 
-`forward` and `decode` are JAX functions; `flash_attn_forward` is the same kernel as transformers calls attention.
+`forward`, `decode`, and for training `forward_with_lse` and `backward`, are JAX functions; `flash_attn_forward` is the
+same kernel as transformers calls attention.
 """
 
+from .backward import backward
 from .decode import decode
-from .forward import forward
+from .forward import forward, forward_with_lse
 from .torch_binding import flash_attn_forward, supports_flash_attn
 
-__all__ = ["decode", "flash_attn_forward", "forward", "supports_flash_attn"]
+__all__ = ["backward", "decode", "flash_attn_forward", "forward", "forward_with_lse", "supports_flash_attn"]

@@ -67,3 +67,35 @@ def choose_blocks(
         if vmem_need(blocks, heads, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)
+
+
+def backward_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """Bytes of VMEM that the hungrier of the two backward kernels is expected to use (an upper estimate)."""
+    d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
+    rows, kv, tile = blocks
+    copied = 2 * itemsize * (rows + kv) * (d + dv)
+    work = 4 * 6 * rows * tile  # scores, do v, weights, the scores' gradient, and both as operands
+    clean = 4 * (rows + tile) * (d + dv)
+    dq = 2 * itemsize * rows * d + 4 * rows * (2 * d + 4 * LANES)
+    dkv = 2 * itemsize * kv * (d + dv) + 4 * kv * (d + dv + LANES) + 4 * tile * (d + dv)
+    return copied + work + clean + max(dq, dkv)
+
+
+def choose_backward_blocks(
+    q_len: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_q: int, block_kv: int, vmem_bytes: int
+) -> tuple[Blocks, int]:
+    """`choose_blocks` for the backward kernels, in which rows lie along the lanes too: always a multiple of 128."""
+    budget = vmem_bytes or DEFAULT_VMEM_BYTES
+    candidates = [(1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (512, 512, 256), (256, 512, 256)]
+    candidates += [(256, 256, 256), (256, 256, 128), (128, 256, 128), (128, 128, 128)]
+    for rows, kv, tile in candidates:
+        rows = round_up(min(block_q or rows, q_len), LANES)
+        kv = round_up(min(block_kv or kv, kv_len), LANES)
+        if kv > tile and not block_kv:
+            kv = round_up(kv, tile)
+        while kv % tile:
+            tile -= LANES
+        blocks = Blocks(rows, kv, min(tile, kv))
+        if backward_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
+            break
+    return blocks, int(0.95 * budget)

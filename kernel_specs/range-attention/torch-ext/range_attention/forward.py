@@ -12,6 +12,7 @@ Values that a row does not see never reach it, also when they are NaN or infinit
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .blocks import LANES, Blocks, choose_blocks, round_up
-from .ranges import ALL_VALID, NONE_VALID, block_bounds, clamp_ranges
+from .ranges import ALL_VALID, NONE_VALID, block_bounds, by_block, clamp_ranges, drop_ranges_without_valid_keys
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 # The running maximum starts at the lowest finite float32 and hidden scores are -inf: their difference is -inf, its
 # exponential exactly 0, and a row that has seen no key yet needs no special case.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_NO_KEY = 2**31 - 1  # position of a key that nobody may see: past every end
+NO_KEY = 2**31 - 1  # position of a key that nobody may see: past every end
 
 
 def forward(
@@ -71,6 +72,45 @@ def forward(
     return out.reshape(batch, q_heads, q_len, v.shape[-1])
 
 
+def forward_with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    key_valid: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float,
+    block_q: int,
+    block_kv: int,
+    precision: str,
+    vmem_bytes: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`forward`, and what `backward` needs of it: (out [B, Hq, Q, Dv], lse float32 [B, Hq, Q]).
+
+    lse is the natural logarithm of the sum of the exponentials of a row's visible scores, the sink's included; -inf
+    for rows that see no key.
+    """
+    check_arguments(q, k, v, starts, ends, key_valid, sinks, softcap, precision)
+    batch, q_heads, q_len, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = q_heads // kv_heads
+    sink_rows = None
+    if sinks is not None:
+        sink_rows = sinks.astype(jnp.float32).reshape(kv_heads, group, 1)
+        if key_valid is not None:  # such a row's sum would hold the sink
+            starts, ends = drop_ranges_without_valid_keys(starts, ends, key_valid)
+    out, lse = attend(
+        q.reshape(batch, kv_heads, group, q_len, head_dim), k, v, starts, ends, key_valid, sink_rows,
+        scale=scale, softcap=softcap, block_q=block_q, block_kv=block_kv, precision=precision,
+        vmem_bytes=vmem_bytes, interpret=interpret, name="range_attention_forward_with_lse", with_lse=True,
+    )  # fmt: skip
+    return out.reshape(batch, q_heads, q_len, v.shape[-1]), lse.reshape(batch, q_heads, q_len)
+
+
 def check_arguments(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array,
     key_valid: jax.Array | None, sinks: jax.Array | None, softcap: float, precision: str,
@@ -105,9 +145,12 @@ def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array,
     key_valid: jax.Array | None, sink_rows: jax.Array | None, *,
     scale: float, softcap: float, block_q: int, block_kv: int, precision: str, vmem_bytes: int,
-    interpret: bool, name: str,
-) -> jax.Array:  # fmt: skip
-    """The kernel call. q: [B, Hkv, G, Q, D]; sink_rows: float32 [Hkv, G, Q or 1] or None; returns [B, Hkv, G, Q, Dv]."""
+    interpret: bool, name: str, with_lse: bool = False,
+) -> Any:  # fmt: skip
+    """The kernel call. q: [B, Hkv, G, Q, D]; sink_rows: float32 [Hkv, G, Q or 1] or None.
+
+    Returns [B, Hkv, G, Q, Dv], and with `with_lse` a float32 [B, Hkv, G, Q] beside it.
+    """
     batch, kv_heads, group, q_len, head_dim = q.shape
     kv_len, v_dim = v.shape[2], v.shape[3]
     if scale <= 0:  # the running maximum is kept on unscaled scores, which needs a positive scale
@@ -127,16 +170,7 @@ def attend(
     bounds = block_bounds(starts, ends, key_valid, kv_len=kv_len, rows=rows, tile=blocks.tile)
     scalars = [x for x in bounds if x is not None]
 
-    def by_block(x: jax.Array, q_blocks: int) -> jax.Array:
-        """[..., Q] -> [..., q_blocks, lanes], rows along the lanes."""
-        lead = x.shape[:-1]
-        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, q_blocks * rows - x.shape[-1])])
-        x = x.reshape(*lead, q_blocks, rows)
-        return jnp.pad(x, [(0, 0)] * (len(lead) + 1) + [(0, lanes - rows)])
-
-    ranges = jnp.stack(
-        [by_block(starts, q_blocks), by_block(ends, q_blocks)], axis=2
-    )  # [B, q_blocks, 2, lanes]
+    ranges = jnp.stack([by_block(starts, rows, lanes), by_block(ends, rows, lanes)], axis=2)  # [B, q_blocks, 2, lanes]
 
     def kv_index(b, h, g, i, j, lo, hi, *_):
         first, last = lo[b * q_blocks + i] // n, (hi[b * q_blocks + i] + n - 1) // n - 1
@@ -160,11 +194,18 @@ def attend(
         )
     if sink_rows is not None:
         per_row = sink_rows.shape[-1] > 1
-        sink_blocks = q_blocks if per_row else 1
         spread = sink_rows if per_row else jnp.broadcast_to(sink_rows, (*sink_rows.shape[:2], rows))
-        operands.append(by_block(spread, sink_blocks)[:, :, :, None])  # [Hkv, G, sink_blocks, 1, lanes]
+        operands.append(by_block(spread, rows, lanes)[:, :, :, None])  # [Hkv, G, sink blocks, 1, lanes]
         in_specs.append(
             pl.BlockSpec((1, heads, 1, 1, lanes), lambda b, h, g, i, j, *_: (h, g, i if per_row else 0, 0, 0))
+        )
+
+    out_shape = [jax.ShapeDtypeStruct((batch, kv_heads, group, q_len, v_dim), q.dtype)]
+    out_specs = [pl.BlockSpec((1, 1, heads, rows, v_dim), lambda b, h, g, i, j, *_: (b, h, g, i, 0))]
+    if with_lse:  # rows along the lanes: O(Q) memory, where a column would be padded to 128 lanes
+        out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, group, q_blocks, 1, lanes), jnp.float32))
+        out_specs.append(
+            pl.BlockSpec((1, 1, heads, 1, 1, lanes), lambda b, h, g, i, j, *_: (b, h, g, i, 0, 0))
         )
 
     steps: int | jax.Array = 1
@@ -174,16 +215,16 @@ def attend(
     kernel = functools.partial(
         _kernel, blocks=blocks, q_blocks=q_blocks, tiles=-(-kv_len // blocks.tile),
         scale=scale, softcap=softcap, precision=precision,
-        has_valid=key_valid is not None, has_sinks=sink_rows is not None,
+        has_valid=key_valid is not None, has_sinks=sink_rows is not None, with_lse=with_lse,
     )  # fmt: skip
     pairs = batch * kv_heads * group * q_len * kv_len
-    return pl.pallas_call(
+    out, *lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(batch, kv_heads, group // heads, q_blocks, steps),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec((1, 1, heads, rows, v_dim), lambda b, h, g, i, j, *_: (b, h, g, i, 0)),
+            out_specs=out_specs,
             scratch_shapes=[
                 pltpu.VMEM((heads * rows, LANES), jnp.float32),
                 pltpu.VMEM((heads * rows, LANES), jnp.float32),
@@ -192,7 +233,7 @@ def attend(
                 pltpu.VMEM((heads * rows, LANES), jnp.int32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group, q_len, v_dim), q.dtype),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -205,9 +246,12 @@ def attend(
         interpret=interpret,
         name=name,
     )(*scalars, *operands)
+    if not with_lse:
+        return out
+    return out, lse[0][..., :rows].reshape(batch, kv_heads, group, q_blocks * rows)[..., :q_len]
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: str) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: str) -> jax.Array:
     """a x b over one dimension of each, float32 result."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     product = functools.partial(lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
@@ -237,12 +281,19 @@ def _isolate(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(k_ok, k.astype(jnp.float32), jnp.nan).astype(k.dtype), clean
 
 
-def _column(row: jax.Array, rows: int) -> jax.Array:
+def column(row: jax.Array, rows: int) -> jax.Array:
     """[1, lanes] -> [rows, LANES]: entry r of the row, in every lane of row r."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:rows]
 
 
-def _over_lanes(x: jax.Array, width: int) -> jax.Array:
+def row_of(x: jax.Array, lanes: int) -> jax.Array:
+    """The reverse of `column`: [rows, LANES], the same in every lane -> [1, lanes]; 0 in lanes past the rows."""
+    if x.shape[0] < lanes:
+        x = jnp.concatenate([x, jnp.zeros((lanes - x.shape[0], LANES), x.dtype)], axis=0)
+    return x.T[:1]
+
+
+def over_lanes(x: jax.Array, width: int) -> jax.Array:
     """[rows, LANES], the same in every lane -> [rows, width]."""
     if width % LANES:
         return jnp.tile(x, (1, width // LANES + 1))[:, :width]
@@ -251,7 +302,7 @@ def _over_lanes(x: jax.Array, width: int) -> jax.Array:
 
 def _kernel(
     *refs, blocks: Blocks, q_blocks: int, tiles: int, scale: float, softcap: float, precision: str,
-    has_valid: bool, has_sinks: bool,
+    has_valid: bool, has_sinks: bool, with_lse: bool,
 ) -> None:  # fmt: skip
     it = iter(refs)
     lo_ref, hi_ref, full_lo_ref, full_hi_ref = (next(it) for _ in range(4))
@@ -259,7 +310,9 @@ def _kernel(
     q_ref, k_ref, v_ref, ranges_ref = (next(it) for _ in range(4))
     valid_ref = next(it) if has_valid else None
     sink_ref = next(it) if has_sinks else None
-    o_ref, m_ref, l_ref, acc_ref, start_ref, end_ref = it
+    o_ref = next(it)
+    lse_ref = next(it) if with_lse else None
+    m_ref, l_ref, acc_ref, start_ref, end_ref = it
 
     _, _, heads, rows, head_dim = q_ref.shape
     v_dim = v_ref.shape[-1]
@@ -268,9 +321,9 @@ def _kernel(
     if (
         softcap
     ):  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
-        inner, unit = scale / softcap, softcap * _LOG2E
+        inner, unit = scale / softcap, softcap * LOG2E
     else:
-        inner, unit = 1.0, scale * _LOG2E
+        inner, unit = 1.0, scale * LOG2E
 
     b, i, j = pl.program_id(0), pl.program_id(3), pl.program_id(4)
     block = b * q_blocks + i
@@ -282,16 +335,16 @@ def _kernel(
     @pl.when(j == 0)
     def _():
         for ref, row in ((start_ref, 0), (end_ref, 1)):
-            column = _column(ranges_ref[0, 0, row : row + 1, :], rows)
+            values = column(ranges_ref[0, 0, row : row + 1, :], rows)
             for h in range(heads):
-                ref[h * rows : (h + 1) * rows, :] = column
+                ref[h * rows : (h + 1) * rows, :] = values
         acc_ref[...] = jnp.zeros_like(acc_ref)
         if sink_ref is None:
             m_ref[...] = jnp.full_like(m_ref, _LOWEST)
             l_ref[...] = jnp.zeros_like(l_ref)
         else:
             for h in range(heads):
-                sink = _column(sink_ref[0, h, 0], rows) * (_LOG2E / unit)
+                sink = column(sink_ref[0, h, 0], rows) * (LOG2E / unit)
                 m = jnp.maximum(sink, _LOWEST)
                 # The sums are kept per lane: the sink counts once, in lane 0.
                 lane = lax.broadcasted_iota(jnp.int32, m.shape, 1)
@@ -300,7 +353,7 @@ def _kernel(
 
     def scores(t, k) -> jax.Array:
         q = q_ref[0, 0].reshape(heads * rows, head_dim)
-        s = _dot(q, k, (1, 1), precision)
+        s = dot(q, k, (1, 1), precision)
         return jnp.tanh(s * inner) if softcap else s
 
     def update(s: list[jax.Array], v: jax.Array) -> None:
@@ -313,7 +366,7 @@ def _kernel(
         m_ref[...] = m_new
         l_ref[...] = alpha * l_ref[...] + functools.reduce(jnp.add, p)
         weights = jnp.concatenate([x.astype(v.dtype) for x in p], axis=1)
-        acc_ref[...] = acc_ref[...] * _over_lanes(alpha, v_dim) + _dot(weights, v, (1, 0), precision)
+        acc_ref[...] = acc_ref[...] * over_lanes(alpha, v_dim) + dot(weights, v, (1, 0), precision)
 
     def tile_slice(t) -> pl.Slice:
         return pl.ds(t * tile if isinstance(t, int) else pl.multiple_of(t * tile, tile), tile)
@@ -329,7 +382,7 @@ def _kernel(
         for c in chunks:
             position = (base + t) * tile + c + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
             if valid_ref is not None:
-                position = jnp.where(valid_ref[0, t, :, c : c + LANES] != 0, position, _NO_KEY)
+                position = jnp.where(valid_ref[0, t, :, c : c + LANES] != 0, position, NO_KEY)
             seen = jnp.logical_and(position >= start, position < end)
             shown.append(jnp.where(seen, s[:, c : c + LANES], -jnp.inf))
         update(shown, v)
@@ -383,3 +436,8 @@ def _kernel(
         nothing = jnp.logical_or(total == 0.0, start_ref[:, :1] >= end_ref[:, :1])
         out = jnp.where(nothing, 0.0, acc_ref[...] / jnp.where(total == 0.0, 1.0, total))
         o_ref[0, 0] = out.reshape(heads, rows, v_dim).astype(o_ref.dtype)
+        if lse_ref is not None:
+            lse = m_ref[...] * (unit / LOG2E) + jnp.log(jnp.where(total == 0.0, 1.0, total))
+            lse = jnp.where(nothing, -jnp.inf, lse)
+            for h in range(heads):
+                lse_ref[0, 0, h, 0] = row_of(lse[h * rows : (h + 1) * rows], lse_ref.shape[-1])

@@ -30,14 +30,34 @@ def clamp_ranges(starts: jax.Array, ends: jax.Array, kv_len: int) -> tuple[jax.A
     return starts, ends
 
 
+def drop_ranges_without_valid_keys(
+    starts: jax.Array, ends: jax.Array, key_valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """int32 ranges [B, Q], clamped; those in which key_valid [B, KV] has no key become (0, 0)."""
+    starts, ends = clamp_ranges(starts, ends, key_valid.shape[1])
+    before = jnp.cumsum(jnp.pad(key_valid.astype(jnp.bool_), ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+    some = jnp.take_along_axis(before, starts, 1) < jnp.take_along_axis(before, ends, 1)
+    return jnp.where(some, starts, 0), jnp.where(some, ends, 0)
+
+
+def by_block(x: jax.Array, rows: int, lanes: int, fill: float = 0) -> jax.Array:
+    """[..., Q] -> [..., blocks, lanes]: the rows of each block along the lanes, `fill` where there is no row."""
+    lead = [(0, 0)] * (x.ndim - 1)
+    x = jnp.pad(x, [*lead, (0, -x.shape[-1] % rows)], constant_values=fill)
+    x = x.reshape(*x.shape[:-1], -1, rows)
+    return jnp.pad(x, [*lead, (0, 0), (0, lanes - rows)], constant_values=fill)
+
+
 def block_bounds(
-    starts: jax.Array, ends: jax.Array, key_valid: jax.Array | None, *, kv_len: int, rows: int, tile: int
-) -> BlockBounds:
+    starts: jax.Array, ends: jax.Array, key_valid: jax.Array | None, *,
+    kv_len: int, rows: int, tile: int, full_needs_every_row: bool = False,
+) -> BlockBounds:  # fmt: skip
     """Tile bounds of every block of `rows` query rows.
 
     starts, ends: int32 [B, Q], clamped to [0, kv_len]. key_valid: bool [B, kv_len] or None.
     Rows that see nothing do not count: they neither widen [lo, hi) nor narrow [full_lo, full_hi), because the
-    kernel zeroes them at the end whatever was accumulated for them.
+    kernel zeroes them at the end whatever was accumulated for them. With `full_needs_every_row` a block that has such
+    a row, or is not filled with rows, has no full tiles: what `backward` sums over rows must not meet them unmasked.
     """
     batch, q_len = starts.shape
     blocks = -(-q_len // rows)
@@ -54,6 +74,10 @@ def block_bounds(
     full_lo = -(-per_block(starts, 0).max(-1) // tile)
     full_hi = per_block(ends, kv_len).min(-1) // tile
 
+    if full_needs_every_row:
+        every_row = jnp.pad(live, ((0, 0), (0, blocks * rows - q_len))).reshape(batch, blocks, rows).all(-1)
+        full_hi = jnp.where(every_row, full_hi, 0)
+
     tile_state = None
     if key_valid is not None:
         padded = jnp.pad(key_valid, ((0, 0), (0, tiles * tile - kv_len))).reshape(batch, tiles, tile)
@@ -68,3 +92,17 @@ def block_bounds(
     lo, hi = jnp.where(empty, 0, lo), jnp.where(empty, 0, hi)
     lo, hi, full_lo, full_hi = (x.astype(jnp.int32).reshape(-1) for x in (lo, hi, full_lo, full_hi))
     return BlockBounds(lo, hi, full_lo, full_hi, None if tile_state is None else tile_state.reshape(-1))
+
+
+def query_bounds(bounds: BlockBounds, batch: int, kv_blocks: int, tiles_per_block: int) -> tuple[jax.Array, jax.Array]:
+    """Which query blocks see each key block: int32 [B * kv_blocks] first, and one past the last; 0 and 0 for none.
+
+    Blocks between the two need not all see it. The comparison of all blocks with all is fused into the reduction.
+    """
+    lo, hi = bounds.lo.reshape(batch, 1, -1), bounds.hi.reshape(batch, 1, -1)
+    base = jnp.arange(kv_blocks, dtype=jnp.int32)[None, :, None] * tiles_per_block
+    sees = jnp.maximum(lo, base) < jnp.minimum(hi, base + tiles_per_block)
+    index = jnp.arange(lo.shape[2], dtype=jnp.int32)
+    first = jnp.where(sees, index, lo.shape[2]).min(-1)
+    last = jnp.where(sees, index + 1, 0).max(-1)
+    return jnp.where(last > 0, first, 0).reshape(-1), last.reshape(-1)
