@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -110,29 +112,28 @@ def model(folder: str) -> dict[str, object]:
 
 def command(*arguments: str) -> dict[str, object]:
     """The command line `tpu-kernels`."""
-    import io
-
     from tpu_kernels import cli
 
-    sys.argv = ["tpu-kernels", *arguments]
+    return _command_line(cli.main, "tpu-kernels", *arguments)
+
+
+def kernels_command(*arguments: str) -> dict[str, object]:
+    """The command line `kernels`."""
+    from kernels import cli
+
+    return _command_line(cli.main, "kernels", *arguments)
+
+
+def _command_line(main: Callable[[], None], *arguments: str) -> dict[str, object]:
+    sys.argv = list(arguments)
     out = io.StringIO()
     code: object = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            cli.main()
+            main()
         except SystemExit as stop:
             code = stop.code
     return {"code": code, "output": out.getvalue()}
-
-
-def kernels_lock(project: str) -> dict[str, object]:
-    """`kernels lock PROJECT`."""
-    import argparse
-
-    from kernels.cli.lock import lock_kernels
-
-    lock_kernels(argparse.Namespace(project_dir=Path(project)))
-    return {"lock": (Path(project) / "kernels.lock").read_text()}
 
 
 def limit_file_size(limit: int) -> None:

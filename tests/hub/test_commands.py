@@ -144,8 +144,8 @@ def test_kernels_loads_by_our_lock_and_we_by_theirs(machine, publish, spec_for):
     machine.run(command("lock", spec))
     ours = (project / "kernels.lock").read_text()
     (project / "pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO}" = 1\n')
-    (theirs,) = machine.run(("kernels_lock", [str(project)]))
-    assert json.loads(theirs["lock"]) == json.loads(ours)
+    (theirs,) = machine.run(("kernels_command", ["lock", str(project)]))
+    assert theirs["code"] == 0 and json.loads((project / "kernels.lock").read_text()) == json.loads(ours)
     publish(value="second")
     assert machine.load(spec)["revision"] == commit
 
@@ -208,3 +208,10 @@ def test_a_locked_commit_that_is_gone(machine, publish, spec_for):
     lockfile = machine.home / "project" / "kernels.lock"
     lockfile.write_text(json.dumps([{"dependency": {"repo-id": REPO, "version": 1}, "lock": {"commit": ABSENT}}]))
     assert f"has no commit {ABSENT}" in machine.load(spec_for(packaged=True))["error"]
+
+
+def test_kernels_verifies_signatures_of_what_we_publish(machine, publish):
+    """As documented: on any host with --all-variants, and an unsigned build is told."""
+    publish()
+    (done,) = machine.run(("kernels_command", ["verify-signature", REPO, "1", "--all-variants"]))
+    assert done["code"] == 1 and "torch-tpu" in done["output"] and "signature not found" in done["output"]
