@@ -90,6 +90,29 @@ def stock(repo: str, version: int | None = None, revision: str | None = None) ->
     return {"value": module.forward(), "file": str(module.__file__)}
 
 
+def attention(folder: str) -> dict[str, object]:
+    """A causal call of the range-attention kernel that the spec in `folder` stands for, emulated; its error against SDPA."""
+    import jax.numpy as jnp
+    import numpy
+    import torch
+
+    from tpu_kernels import hub
+    from tpu_kernels.specs import read_spec
+
+    kernel = hub.load_kernel(read_spec(Path(folder)))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 32) for _ in range(3))
+    starts, ends = jnp.zeros((1, 40), jnp.int32), jnp.arange(1, 41, dtype=jnp.int32)[None]
+    out = kernel.module.forward(
+        *(jnp.asarray(each.numpy()) for each in (q, k, v)), starts, ends, None, None, scale=32**-0.5, softcap=0.0,
+        block_q=0, block_kv=0, precision="highest", vmem_bytes=0, interpret=True,
+    )  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    result = numpy.array(out)
+    error = float((torch.from_numpy(result) - expected).abs().max())
+    return {"source": kernel.source, "revision": kernel.revision, "out": result.tobytes().hex(), "error": error}
+
+
 def model(folder: str) -> dict[str, object]:
     """A model made from the config.json in `folder`, asked for tpu_attention, and run."""
     import kernels

@@ -17,7 +17,7 @@ from kernels.importer import _loaded_kernels
 from torch_tpu import _loader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_kernel import write_kernel
+from small_kernel import BODY, write_kernel
 
 from tpu_kernels import builds, hub
 from tpu_kernels.specs import read_spec
@@ -74,7 +74,10 @@ def main(scratch: Path) -> dict[str, object]:
         result["with_shim"] = [_backend().name, kernels.get_local_kernel(tpu).__name__]
     result["attribute_after"] = hasattr(torch.backends, "tpu")
     result["others_after"] = others(repositories)
-    result["load_kernel"] = hub.load_kernel(read_spec(write_kernel(scratch / "specs"))).source
+    # As the _ops.py does that kernel-builder writes into a build, to choose its namespace.
+    body = BODY + "\nimport torch\n\nSEES_TPU = hasattr(torch.backends, 'tpu')\n"
+    loaded = hub.load_kernel(read_spec(write_kernel(scratch / "specs", body=body)))
+    result["load_kernel"] = [loaded.source, loaded.module.SEES_TPU]
     return result
 
 
