@@ -82,3 +82,21 @@ def dies(x: jax.Array) -> jax.Array:
 def never_ends(x: jax.Array) -> jax.Array:
     time.sleep(3600)
     return x
+
+
+def sum_of_first_blocks(lengths: jax.Array, x: jax.Array, *, block: int) -> jax.Array:
+    """Row block b of x [B * block, N] doubled over its first lengths[b] column blocks; the others are skipped."""
+    batch = lengths.shape[0]
+
+    def kernel(lengths_ref, x_ref, o_ref):
+        @pl.when(pl.program_id(1) < lengths_ref[pl.program_id(0)])
+        def _():
+            o_ref[...] = jnp.dot(x_ref[...], x_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
+
+    spec = pl.BlockSpec((block, block), lambda b, j, lengths_ref: (b, jnp.minimum(j, lengths_ref[b] - 1)))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(batch, x.shape[1] // block), in_specs=[spec], out_specs=spec
+    )
+    return pl.pallas_call(
+        kernel, grid_spec=grid, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="first_blocks"
+    )(lengths, x)

@@ -106,19 +106,23 @@ def lower_function(job: Mapping[str, Any], stage: Stage) -> tuple[Any, Any, dict
 def compile_function(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     """A job of `aot.FunctionJob`."""
     _, lowered, seconds = lower_function(job, stage)
+    value = compile_lowered(lowered, seconds, stage, job.get("keep_hlo"))
+    del value["hlo"]
+    return value
+
+
+def compile_lowered(lowered: Any, seconds: Mapping[str, float], stage: Stage, keep_hlo: str | None) -> dict[str, Any]:
+    """Compile; the fields of `aot.Compiled`, and the optimised text as "hlo"."""
     stage("compile")
     started = time.perf_counter()
     compiled = lowered.compile()
-    seconds["compile"] = time.perf_counter() - started
-    return {
-        "seconds": seconds,
-        **_memory(compiled.memory_analysis()),
-        **_optimised(compiled.as_text() or "", job.get("keep_hlo")),
-    }
+    seconds = {**seconds, "compile": time.perf_counter() - started}
+    hlo = compiled.as_text() or ""
+    return {"seconds": seconds, **_memory(compiled.memory_analysis()), **_optimised(hlo, keep_hlo), "hlo": hlo}
 
 
-def compile_module(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
-    """A job of `aot.ModuleJob`."""
+def compile_module(job: Mapping[str, Any], stage: Stage, *, with_hlo: bool = False) -> dict[str, Any]:
+    """A job of `aot.ModuleJob`; `with_hlo` adds the optimised text as "hlo"."""
     stage("import")
     goal = target(job["target"])
     text = Path(job["path"]).read_text()
@@ -126,12 +130,13 @@ def compile_module(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     started = time.perf_counter()
     executable = compile_text(text, goal)
     seconds = {"compile": time.perf_counter() - started}
-    modules = executable.hlo_modules()
-    return {
+    hlo = "\n".join(module.to_string() for module in executable.hlo_modules())
+    value = {
         "seconds": seconds,
         **_memory(executable.get_compiled_memory_stats()),
-        **_optimised("\n".join(module.to_string() for module in modules), job.get("keep_hlo")),
+        **_optimised(hlo, job.get("keep_hlo")),
     }
+    return value | ({"hlo": hlo} if with_hlo else {})
 
 
 def compile_text(text: str, goal: Target) -> Any:

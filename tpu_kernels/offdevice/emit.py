@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from . import aot
 from .aot import Array, Compiled, Static
-from .process import Worker
+from .process import Outcome, Worker
 from .targets import target as find_target
 
 
@@ -114,7 +114,7 @@ class Emitter:
                 "parameters": dict(job.parameters),
                 "fullgraph": job.fullgraph,
             }
-        outcome = self._worker.call(kind, payload, timeout)
+        outcome = self.call(kind, payload, timeout)
         value = outcome.value
         return Emitted(
             outcome.ok,
@@ -128,7 +128,11 @@ class Emitter:
     def compile(self, module: Path, timeout: float | None = None) -> Compiled:
         """Compile an emitted module for the target, in the same worker."""
         kind, payload = aot.request(aot.ModuleJob(module, self.target))
-        return aot.compiled(self.target, self._worker.call(kind, payload, timeout))
+        return aot.compiled(self.target, self.call(kind, payload, timeout))
+
+    def call(self, kind: str, payload: Mapping[str, Any], timeout: float | None = None) -> Outcome:
+        """Run any job of `worker.KINDS` in the same worker."""
+        return self._worker.call(kind, payload, timeout)
 
     def close(self) -> None:
         self._worker.close()

@@ -62,8 +62,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         auto.MODEL_MAPPING,
     ):
-        # BERT has a causal head too, but nobody generates with it.
-        if mapping is auto.MODEL_FOR_CAUSAL_LM_MAPPING and is_encoder(config):
+        # BERT and Whisper's decoder have a causal head too, but nobody generates with it alone.
+        if mapping is auto.MODEL_FOR_CAUSAL_LM_MAPPING and (is_encoder(config) or config.is_encoder_decoder):
             continue
         if type(config) in mapping:
             found: Any = mapping[type(config)]
