@@ -225,17 +225,24 @@ def test_dense_masks_bool_and_additive_agree():
     assert {row.detail for row in tpu_kernels.explain().rows} == {"bool", "float"}
 
 
-def test_gradients_flow_through_the_fallback():
+def test_gradients_flow_through_the_kernel_and_the_fallback():
     q, k, v = tensors()
     v.requires_grad_()
     tpu_attention(Layer(), q, k, v, None)[0].sum().backward()
-    assert v.grad is not None and v.grad.abs().sum() > 0
-    assert only_row().reason == "gradients"
+    ours, v.grad = v.grad, None
+    assert only_row().route == "range-attention.forward_with_lse"
+    sdpa_attention_forward(Layer(), q, k, v, None)[0].sum().backward()
+    close(ours, v.grad)
+    v.grad = None
+    tpu_attention(Layer(), q, k, v, torch.ones(B, 1, 8, 8, dtype=torch.bool).tril())[0].sum().backward()
+    close(ours, v.grad)
     with torch.no_grad():
         tpu_attention(Layer(), q, k, v, None)
     with torch.inference_mode():
         tpu_attention(Layer(), q.clone(), k.clone(), v.clone(), None)
-    assert {row.reason for row in tpu_kernels.explain().rows} == {"gradients", "kernel"}
+    assert {row.route for row in tpu_kernels.explain().rows} == {
+        "range-attention.forward_with_lse", "range-attention.decode", "sdpa"
+    }  # fmt: skip
 
 
 def test_one_query_row_broadcasts_over_the_keys_batch():

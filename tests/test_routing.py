@@ -62,6 +62,12 @@ def test_decode_takes_calls_whose_packed_rows_fit():
     assert route(q_len=limit // 4 + 1).function == "forward"
 
 
+@pytest.mark.parametrize("q_len", [1, 64])
+def test_a_call_that_needs_a_gradient_takes_the_function_that_keeps_the_lse(q_len):
+    assert route(needs_grad=True, q_len=q_len).function == "forward_with_lse"
+    assert route(needs_grad=True, mask="dense_bool").target == "sdpa"
+
+
 @pytest.mark.parametrize(
     ("changes", "target", "reason"),
     [

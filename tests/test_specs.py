@@ -111,6 +111,7 @@ BAD = [
     ("source version negative", replaced('hub = ""', "version = -2"), ["source.version", "-2", "at least 0"]),
     ("source version a str", replaced('hub = ""', 'version = "v1"'), ["source.version", "'v1'", "int"]),
     ("no forward", replaced("[functions.forward]\n", ""), ["[functions.forward]", "forward"]),
+    ("gradients without backward", replaced("gradients = false", "gradients = true"), ["gradients", "[functions.backward]"]),
     ("no functions", GOOD.partition("[functions.forward]")[0], ["[functions.forward]", "forward"]),
     ("function no identifier", GOOD + '\n[functions."a b"]\n', ["[functions.a b]", "identifier"]),
     ("unknown function key", replaced("max_packed_rows = 64", "rows = 64"), ["[functions.decode]", "max_packed_rows"]),

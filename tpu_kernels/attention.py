@@ -199,9 +199,10 @@ def _run_kernel(
         mask = _bound_ranges(mask, query, kv_len, causal, has_validity)
         key, value, causal = F.pad(key, padding), F.pad(value, padding), False
     op = getattr(torch.ops.tpu_kernels, plan.op_name)
-    return op(
+    out = op(
         query, key, value, mask, sinks, float(scaling), float(softcap), causal, has_validity, plan.precision, *plan.blocks
     )
+    return out[0] if plan.route.function == "forward_with_lse" else out
 
 
 def _bound_ranges(

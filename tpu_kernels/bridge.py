@@ -6,6 +6,7 @@ Importing this module imports jax; nothing else in the package does.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-KernelFunction = Callable[..., jax.Array]
+KernelFunction = Callable[..., Any]
 
 
 def keep_jax_off_the_tpu() -> None:
@@ -42,8 +43,8 @@ def read_mask(
     return starts, ends, bits.reshape(batch, -1)[:, :kv_len]
 
 
-def torch_facing(function: KernelFunction, interpret: bool) -> Callable[..., jax.Array]:
-    """The kernel function behind the op's flat signature: tensors first, then statics (torch_tpu's jax_op rules)."""
+def facing_torch(function: KernelFunction, *, interpret: bool, results: int = 1) -> Callable[..., Any]:
+    """A forward function behind its op's flat signature: tensors first, then statics (torch_tpu's jax_op rules)."""
 
     def call(
         q: jax.Array,
@@ -59,7 +60,7 @@ def torch_facing(function: KernelFunction, interpret: bool) -> Callable[..., jax
         block_q: int,
         block_kv: int,
         vmem_bytes: int,
-    ) -> jax.Array:
+    ) -> Any:
         starts, ends, key_valid = read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity)
         return function(
             q,
@@ -78,44 +79,94 @@ def torch_facing(function: KernelFunction, interpret: bool) -> Callable[..., jax
             interpret=interpret,
         )
 
-    # torch_tpu evaluates annotations as objects.
-    call.__annotations__ = {
-        **dict.fromkeys(("q", "k", "v", "return"), jax.Array),
-        **dict.fromkeys(("mask", "sinks"), jax.Array | None),
-        **dict.fromkeys(("scale", "softcap"), float),
-        **dict.fromkeys(("causal", "has_validity"), bool),
-        "precision": str,
-        **dict.fromkeys(("block_q", "block_kv", "vmem_bytes"), int),
-    }
+    call.__annotations__ = _annotations(call, results)
     return call
 
 
-def _to_jax(tensor: torch.Tensor | None) -> jax.Array | None:
-    if tensor is None:
-        return None
+def backward_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:
+    """The backward function behind its op's flat signature. Without sinks their gradient is zeros [Hq]: an op has no
+    optional results."""
+
+    def call(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array | None,
+        sinks: jax.Array | None,
+        out: jax.Array,
+        lse: jax.Array,
+        grad_out: jax.Array,
+        grad_lse: jax.Array | None,
+        scale: float,
+        softcap: float,
+        causal: bool,
+        has_validity: bool,
+        precision: str,
+        block_q: int,
+        block_kv: int,
+        vmem_bytes: int,
+    ) -> Any:
+        starts, ends, key_valid = read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity)
+        dq, dk, dv, dsinks = function(
+            q,
+            k,
+            v,
+            starts,
+            ends,
+            key_valid,
+            sinks,
+            out,
+            lse,
+            grad_out,
+            grad_lse,
+            scale=scale,
+            softcap=softcap,
+            block_q=block_q,
+            block_kv=block_kv,
+            precision=precision,
+            vmem_bytes=vmem_bytes,
+            interpret=interpret,
+        )
+        return dq, dk, dv, jnp.zeros((q.shape[1],), jnp.float32) if dsinks is None else dsinks
+
+    call.__annotations__ = _annotations(call, 4)
+    return call
+
+
+_ANNOTATIONS = {
+    **dict.fromkeys(("q", "k", "v", "out", "lse", "grad_out"), jax.Array),
+    **dict.fromkeys(("mask", "sinks", "grad_lse"), jax.Array | None),
+    **dict.fromkeys(("scale", "softcap"), float),
+    **dict.fromkeys(("causal", "has_validity"), bool),
+    "precision": str,
+    **dict.fromkeys(("block_q", "block_kv", "vmem_bytes"), int),
+}
+_STATIC = ("scale", "softcap", "causal", "has_validity", "precision", "block_q", "block_kv", "vmem_bytes")
+
+
+def _annotations(call: Callable[..., Any], results: int) -> dict[str, Any]:
+    """torch_tpu evaluates annotations as objects."""
+    made: dict[str, Any] = {name: _ANNOTATIONS[name] for name in inspect.signature(call).parameters}
+    return made | {"return": jax.Array if results == 1 else tuple[(jax.Array,) * results]}  # type: ignore[misc]
+
+
+def _to_jax(tensor: torch.Tensor) -> jax.Array:
     # dlpack refuses tensors that require grad, and expanded or step-sliced ones.
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
-def emulated(function: KernelFunction) -> Callable[..., torch.Tensor]:
-    """The function on CPU tensors, by Pallas' interpreter under jax.jit (one trace for each shape and static)."""
+def emulated(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static."""
     keep_jax_off_the_tpu()
-    jitted = jax.jit(torch_facing(function, interpret=True), static_argnums=tuple(range(5, 13)))
+    jitted = jax.jit(call, static_argnames=_STATIC)
 
-    def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        *static: Any,
-    ) -> torch.Tensor:
+    def run(*arguments: Any) -> Any:
         with jax.default_device(_cpu()):
-            out = jitted(*(_to_jax(tensor) for tensor in (q, k, v, mask, sinks)), *static)
+            made = jitted(*(_to_jax(each) if isinstance(each, torch.Tensor) else each for each in arguments))
         # jax computes asynchronously and torch knows of no event to wait for.
-        return torch.utils.dlpack.from_dlpack(out.block_until_ready())
+        return jax.tree.map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(made))
 
-    return call
+    return run
 
 
 @functools.cache
@@ -123,9 +174,9 @@ def _cpu() -> jax.Device:
     return jax.devices("cpu")[0]
 
 
-def on_tpu(function: KernelFunction, name: str) -> Callable[..., torch.Tensor]:
-    """The function on TPU tensors, through torch_tpu. `name` is the op name that torch_tpu registers ("ns::name")."""
+def on_tpu(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same on TPU tensors, through torch_tpu. `name` is the op name that torch_tpu registers ("ns::name")."""
     keep_jax_off_the_tpu()
     from torch.tpu.pallas import jax_op  # type: ignore[import-not-found]  # added to torch by torch_tpu
 
-    return jax_op(name, torch_facing(function, interpret=False))
+    return jax_op(name, call)

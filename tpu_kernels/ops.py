@@ -1,4 +1,6 @@
-"""Each kernel function as one torch op, `tpu_kernels::<kernel>_<function>`: CPU emulation, TPU, fake.
+"""Each kernel function as one torch op, `tpu_kernels::<kernel>_<function>`: CPU emulation, TPU, fake, autograd.
+
+The op of `forward_with_lse` is differentiable, through the op of `backward`; the others are for inference.
 
 Defining an op loads neither jax nor the kernel; its first run does. Everything static is an argument, precision among
 them, because torch_tpu's kernel cache does not know jax's precision setting.
@@ -6,22 +8,31 @@ them, because torch_tpu's kernel cache does not know jax's precision setting.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import hub
+from .tuning import tuning_for
 
 if TYPE_CHECKING:
     from .specs import KernelSpec
 
 NAMESPACE = "tpu_kernels"
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap, bool causal, "
-    "bool has_validity, str precision, int block_q, int block_kv, int vmem_bytes) -> Tensor"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks"
+_GRADIENT_INPUTS = "Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse"
+_STATIC = (
+    "float scale, float softcap, bool causal, bool has_validity, str precision, int block_q, int block_kv, int vmem_bytes"
 )
+_SCHEMAS = {
+    "forward": f"({_INPUTS}, {_STATIC}) -> Tensor",
+    "decode": f"({_INPUTS}, {_STATIC}) -> Tensor",
+    "forward_with_lse": f"({_INPUTS}, {_STATIC}) -> (Tensor, Tensor)",
+    "backward": f"({_INPUTS}, {_GRADIENT_INPUTS}, {_STATIC}) -> (Tensor, Tensor, Tensor, Tensor)",
+}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops: dict[tuple[KernelSpec, str], torch._ops.OpOverload] = {}
 _lock = threading.Lock()
@@ -35,6 +46,10 @@ def op_for(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
 
     Args of the op: q [B, Hq, Q, D], k [B, Hkv, KV, D], v [B, Hkv, KV, Dv], a range mask or None (then `causal` tells:
     query i sees keys 0..i, or every key), sinks [Hq] or None. Returns [B, Hq, Q, Dv], contiguous, in q's dtype.
+
+    forward_with_lse returns the log of the softmax denominators beside it, float32 [B, Hq, Q]. backward also takes
+    these two and their gradients (None for lse: zero), and returns the gradients of q, k, v and of sinks ([Hq];
+    zeros without sinks).
     """
     key = (spec, function)
     op = _ops.get(key)
@@ -46,18 +61,63 @@ def op_for(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
 
 def _define(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
     name = f"{spec.module}_{function}"
-    _library.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + _SCHEMAS[function], tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _first_run_loads(lambda: _emulated(spec, function)), "CPU")
     # The key that torch_tpu renames to "tpu"; it exists before torch_tpu has started.
     _library.impl(name, _first_run_loads(lambda: _on_tpu(spec, function)), "PrivateUse1")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[function], lib=_library)
+    if function == "forward_with_lse":
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{name}", _gradients_of(f"{spec.module}_backward"), setup_context=_save, lib=_library
+        )
+    elif function == "backward":
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_second_derivative, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _first_run_loads(build: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    built: list[Callable[..., torch.Tensor]] = []
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, mask, sinks, scale, softcap, causal, has_validity, precision, *_ = inputs
+    ctx.save_for_backward(q, k, v, mask, sinks, *output)
+    ctx.static = (scale, softcap, causal, has_validity, precision)
+    ctx.set_materialize_grads(False)
 
-    def run(*args: object) -> torch.Tensor:
+
+def _gradients_of(backward_op: str) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    def gradients(
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 13
+        q, k, v, mask, sinks, out, lse = ctx.saved_tensors
+        tuning = tuning_for(q.device.type, "backward")
+        made = getattr(getattr(torch.ops, NAMESPACE), backward_op)(
+            q, k, v, mask, sinks, out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse,
+            *ctx.static, tuning.block_q, tuning.block_kv, tuning.vmem_bytes,
+        )  # fmt: skip
+        dq, dk, dv, dsinks = made
+        wanted = ctx.needs_input_grad
+        return (
+            dq if wanted[0] else None,
+            dk if wanted[1] else None,
+            dv if wanted[2] else None,
+            None,
+            dsinks if wanted[4] else None,
+            *(None,) * 8,
+        )
+
+    return gradients
+
+
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "tpu_attention has no second derivatives (create_graph=True). Use attn_implementation='eager' where they are needed."
+    )
+
+
+def _first_run_loads(build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    built: list[Callable[..., Any]] = []
+
+    def run(*args: object) -> Any:
         if not built:
             built.append(build())
         return built[0](*args)
@@ -65,22 +125,52 @@ def _first_run_loads(build: Callable[[], Callable[..., torch.Tensor]]) -> Callab
     return run
 
 
-def _emulated(spec: KernelSpec, function: str) -> Callable[..., torch.Tensor]:
+def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    return bridge.emulated(getattr(kernel.module, function))
+    return bridge.emulated(_torch_facing(function)(getattr(kernel.module, function), interpret=True))
 
 
-def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., torch.Tensor]:
+def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    return bridge.on_tpu(getattr(kernel.module, function), f"{NAMESPACE}_jax::{spec.module}_{function}")
+    facing = _torch_facing(function)(getattr(kernel.module, function), interpret=False)
+    return bridge.on_tpu(facing, f"{NAMESPACE}_jax::{spec.module}_{function}")
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+def _torch_facing(function: str) -> Callable[..., Callable[..., Any]]:
+    from . import bridge
+
+    if function == "backward":
+        return bridge.backward_facing_torch
+    return functools.partial(bridge.facing_torch, results=2 if function == "forward_with_lse" else 1)
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+
+
+def _fake_forward_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_forward(q, k, v), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None, *_: object
+) -> tuple[torch.Tensor, ...]:
+    dsinks = q.new_empty((q.shape[1],), dtype=torch.float32 if sinks is None else sinks.dtype)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "forward": _fake_forward,
+    "decode": _fake_forward,
+    "forward_with_lse": _fake_forward_with_lse,
+    "backward": _fake_backward,
+}
 
 
 def matmul_precision(dtype: torch.dtype, setting: str) -> str:

@@ -98,7 +98,10 @@ def refusal(request: AttentionRequest, spec: KernelSpec) -> str | None:
 
 
 def pick_function(request: AttentionRequest, spec: KernelSpec) -> str:
-    """"decode" when the query rows of one KV group are few enough to be packed, else "forward"."""
+    """"forward_with_lse" when a gradient is needed; "decode" when the query rows of one KV group are few enough to be
+    packed; else "forward"."""
+    if request.needs_grad:
+        return "forward_with_lse"
     for function in spec.functions:
         if function.name == "decode" and request.q_len * request.group_size <= function.max_packed_rows:
             return "decode"

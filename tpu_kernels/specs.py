@@ -130,6 +130,9 @@ def read_spec(folder: Path) -> KernelSpec:
         capabilities[key] = tuple(capabilities[key])
     _at_least(path, "capabilities.max_head_dim", capabilities["max_head_dim"], 1)
     functions = _functions(path, document)
+    lacking = {"forward_with_lse", "backward"} - {function.name for function in functions}
+    if capabilities["gradients"] and lacking:
+        raise SpecError(f"{path}: capabilities.gradients = true needs [functions.{min(lacking)}].")
     return KernelSpec(
         **kernel,
         source=_source(path, document),
