@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import io
 import json
+import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,6 +81,49 @@ def list_kernels(as_json: Json = False) -> None:
 
 
 cli_hub.register(app)
+
+
+@app.command()
+def verify(
+    as_json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the report, with a plot, to this file.")] = None,
+) -> None:
+    """Check the kernels on this machine's TPU, or emulated on CPU: numbers, invariances, known answers. Exit code 1 if
+    a check fails."""
+    if html is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint="--html")
+        if not html.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{html.resolve().parent} is not a folder", param_hint="--html")
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from .verify import find_device, parity_cases, write_html
+    from .verify import verify as run
+
+    device, what = find_device()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"Checking, {what}", total=len(parity_cases(device == "tpu")) + 8)
+        report = run(lambda result: progress.update(task, advance=1, description=f"Checking, {what}: {result.name}"))
+    table = Table(title=f"tpu-kernels verify, {what}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "kind", "check", "error", "allowed", "SDPA", "detail"):
+        table.add_column(heading, overflow="fold")
+    for result in report.results:
+        numbers = ("" if math.isnan(x) else f"{x:.1e}" for x in (result.error, result.allowed, result.sdpa_error))
+        mark = "[green]pass[/]" if result.passed else "[red]FAIL[/]"
+        table.add_row(mark, result.group, escape(result.name), *numbers, escape(result.detail))
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    failed = sum(not result.passed for result in report.results)
+    summary = f"{len(report.results) - failed} passed, {failed} failed, {what}"
+    if as_json:
+        print(report.to_json())
+    else:
+        Console().print(table, versions, summary)
+    if html is not None:
+        recorded = Console(record=True, file=io.StringIO(), width=140)
+        recorded.print(table, versions, summary)
+        write_html(report, html, recorded.export_html())
+    raise typer.Exit(not report.passed)
 
 
 def main() -> None:

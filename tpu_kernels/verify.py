@@ -1,0 +1,365 @@
+"""A self-check of the installed kernels on this machine's device: parity with SDPA, invariances, known answers.
+
+`tpu-kernels verify` and `python -m tpu_kernels.verify` run it. On a TPU host everything runs on the TPU; elsewhere the
+kernels are emulated on CPU, and the report says so.
+
+The rule: the largest error against float64 is at most twice that of SDPA in the same dtype on the same inputs and device,
+plus one unit in the last place of the largest output (SDPA may be exact by chance).
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import io
+import json
+import math
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import fallback, masks
+from .attention import LEDGER, tpu_attention
+
+_VERSIONS = ("tpu-kernels", "torch", "torch_tpu", "transformers", "kernels", "jax", "jaxlib", "libtpu", "numpy")
+# Two orders of summation of values of order 1 in float32 differ by no more than this.
+_ROUNDING = 16 * torch.finfo(torch.float32).eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention call. pads: keys hidden at the start of each batch element; window, softcap, sinks: 0/False for none."""
+
+    name: str
+    batch: int = 2
+    q_heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 40
+    kv_len: int = 40
+    head_dim: int = 64
+    v_head_dim: int = 0
+    dtype: str = "bfloat16"
+    causal: bool = True
+    pads: tuple[int, ...] = ()
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    magnitude: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome of one check. error and allowed are absolute, in the unit of the output; NaN where a check has no error."""
+
+    group: str
+    name: str
+    passed: bool
+    detail: str
+    error: float = math.nan
+    allowed: float = math.nan
+    sdpa_error: float = math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All results, and what they were obtained on. `what` is "on TPU v6e" or "emulated on CPU"."""
+
+    what: str
+    device: str
+    versions: dict[str, str]
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    def to_json(self) -> str:
+        made = datetime.datetime.now(datetime.UTC).isoformat()
+        document = dataclasses.asdict(self) | {"passed": self.passed, "made": made}
+        for result in document["results"]:
+            for key in ("error", "allowed", "sdpa_error"):
+                result[key] = result[key] if math.isfinite(result[key]) else None  # JSON has neither NaN nor infinity
+        return json.dumps(document, indent=2, allow_nan=False)
+
+
+def parity_cases(large: bool) -> list[Case]:
+    """The fixed suite; `large` adds the lengths that only hardware gets through quickly."""
+    cases = [
+        Case(f"causal {dtype} D{dim}", head_dim=dim, q_len=length, kv_len=length, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for dim, length in ((64, 40), (72, 129), (128, 257))
+    ]
+    cases += [
+        Case("full, length not a multiple of a block", causal=False, q_len=77, kv_len=577, q_heads=2, dtype="float32"),
+        Case("left padding", pads=(23, 0), q_len=40, kv_len=40),
+        Case("rows without keys", pads=(39, 40), q_len=40, kv_len=40, dtype="float32"),
+        Case("sliding window", window=16, q_len=130, kv_len=130, dtype="float32"),
+        Case("softcap", softcap=30.0, magnitude=6.0, dtype="float32"),
+        Case("sinks and window", sinks=True, window=16, q_heads=8, dtype="float32"),
+        Case("multi-query", q_heads=8, kv_heads=1),
+        Case("192/128 (MLA)", head_dim=192, v_head_dim=128, kv_heads=4),
+        Case("head size 256", head_dim=256),
+        Case("head size 512", head_dim=512, q_len=24, kv_len=24),
+        Case("decode", q_len=1, kv_len=256, pads=(11, 0), dtype="float32"),
+        Case("decode bfloat16", q_len=1, kv_len=256, q_heads=8, pads=(11, 0)),
+        Case("decode, several rows", q_len=5, kv_len=200, window=64, dtype="float32"),
+        Case("keys all alike", magnitude=0.0, q_len=129, kv_len=129),
+    ]
+    if large:
+        cases += [
+            Case(f"causal {dtype} S{length} D{dim}", 1, 4, 2, length, length, dim, dtype=dtype)
+            for dtype in ("float32", "bfloat16")
+            for length, dim in ((1000, 64), (2048, 128), (4096, 128), (4096, 256))
+        ]
+        cases.append(Case("decode, long cache", 8, 32, 8, 1, 8192, 128, pads=(0, 1, 100, 4096, 8000, 8191, 0, 0)))
+    return cases
+
+
+class Suite:
+    """Runs the checks on one device ("tpu" or "cpu")."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def run(self, large: bool) -> Iterator[Result]:
+        """Every check, one after another."""
+        for case in parity_cases(large):
+            yield _guarded("parity", case.name, functools.partial(self.parity, case))
+        for check in (self.same_bits_twice, self.batch_order, self.batch_size, self.padding, self.chunks):
+            yield _guarded("invariance", check.__name__, check)
+        for check in (self.one_hot_window, self.hidden_keys_are_not_read, self.grouped_heads):
+            yield _guarded("known answer", check.__name__, check)
+
+    def attention(self, case: Case, q: Any, k: Any, v: Any, mask: Any, sinks: Any = None) -> torch.Tensor:
+        """tpu_attention on the device, back on the CPU as [B, Q, Hq, Dv]. Raises where it did not run on a kernel."""
+        LEDGER.clear()
+        with torch.no_grad():
+            q, k, v, mask, sinks = (None if each is None else each.to(self.device) for each in (q, k, v, mask, sinks))
+            out, _ = tpu_attention(
+                torch.nn.Identity(), q, k, v, mask, softcap=case.softcap or None, s_aux=sinks, is_causal=case.causal
+            )
+        (row,) = LEDGER.explain({}, ()).rows
+        if row.reason != "kernel":
+            raise RuntimeError(f"{case.name}: ran on {row.route} ({row.reason}), not on a kernel")
+        return out.cpu()
+
+    def parity(self, case: Case) -> Result:
+        """The kernel against float64, and SDPA (eager for softcap and sinks) against the same."""
+        q, k, v, sinks, visible, mask = make(case)
+        got = self.attention(case, q, k, v, mask, sinks)
+        exact = reference(case, q, k, v, visible, sinks)
+        moved = [each.to(self.device) for each in (q, k, v, visible)]
+        scale = case.head_dim**-0.5
+        with torch.no_grad():
+            if case.softcap or case.sinks:
+                moved_sinks = None if sinks is None else sinks.to(self.device)
+                peer, _ = fallback.eager(
+                    *moved, causal=False, scale=scale, softcap=case.softcap, sinks=moved_sinks
+                )  # fmt: skip
+            else:
+                peer = fallback.sdpa(*moved, causal=False, scale=scale)
+        peer_error = _distance(peer.cpu().transpose(1, 2), exact)
+        error = _distance(got, exact)
+        allowed = 2 * peer_error + torch.finfo(q.dtype).eps * float(exact.abs().max())
+        return Result("parity", case.name, error <= allowed, _not_a_number(error), error, allowed, peer_error)
+
+    def same_bits_twice(self) -> Result:
+        case = Case("same input, same bits", q_len=129, kv_len=129, pads=(5, 0))
+        q, k, v, _, _, mask = make(case)
+        first, second = (self.attention(case, q, k, v, mask) for _ in range(2))
+        return _invariance(case.name, first, second)
+
+    def batch_order(self) -> Result:
+        case = Case("order of the batch", batch=3, pads=(5, 0, 17))
+        q, k, v, _, _, mask = make(case)
+        order = torch.tensor([2, 0, 1])
+        whole = self.attention(case, q, k, v, mask)
+        return _invariance(case.name, whole[order], self.attention(case, q[order], k[order], v[order], mask[order]))
+
+    def batch_size(self) -> Result:
+        case = Case("size of the batch", batch=3, pads=(5, 0, 17))
+        q, k, v, _, _, mask = make(case)
+        whole = self.attention(case, q, k, v, mask)
+        alone = [self.attention(case, q[i : i + 1], k[i : i + 1], v[i : i + 1], mask[i : i + 1]) for i in range(3)]
+        return _invariance(case.name, whole, torch.cat(alone))
+
+    def padding(self) -> Result:
+        """A left-padded row equals the same row without its padding."""
+        case = Case("left padding changes nothing", batch=1, pads=(13,), dtype="float32")
+        q, k, v, _, _, mask = make(case)
+        padded = self.attention(case, q, k, v, mask)[:, 13:]
+        alone = self.attention(case, q[:, :, 13:], k[:, :, 13:], v[:, :, 13:], None)
+        return _invariance(case.name, padded, alone, _ROUNDING)
+
+    def chunks(self) -> Result:
+        """Prefill in one piece equals prefill in two."""
+        case = Case("prefill in chunks", batch=1, q_len=40, kv_len=40, dtype="float32")
+        q, k, v, _, _, mask = make(case)
+        whole = self.attention(case, q, k, v, mask)
+        pieces = []
+        for start, end in ((0, 25), (25, 40)):
+            ends = torch.arange(start + 1, end + 1)[None]
+            seen = masks.encode_ranges(torch.zeros_like(ends), ends, None, end)
+            pieces.append(self.attention(case, q[:, :, start:end], k[:, :, :end], v[:, :, :end], seen))
+        return _invariance(case.name, whole, torch.cat(pieces, 1), _ROUNDING)
+
+    def one_hot_window(self) -> Result:
+        """Equal scores and one-hot values show which keys a row saw: exactly the last `window` ones, itself included."""
+        window, length = 5, 12
+        case = Case("a window of 5 sees 5 keys", batch=1, q_heads=1, kv_heads=1, dtype="float32")
+        q = torch.zeros(1, 1, length, length)
+        starts = (torch.arange(length) - window + 1)[None]
+        mask = masks.encode_ranges(starts, torch.arange(1, length + 1)[None], None, length)
+        got = self.attention(case, q, q, torch.eye(length)[None, None], mask)[0, :, 0]
+        want = torch.zeros(length, length)
+        for row in range(length):
+            seen = range(max(0, row - window + 1), row + 1)
+            want[row, list(seen)] = 1 / len(seen)
+        return _invariance(case.name, got, want, _ROUNDING, group="known answer")
+
+    def hidden_keys_are_not_read(self) -> Result:
+        """NaN and infinity in keys that no row sees leave no trace."""
+        case = Case("NaN in hidden keys", pads=(9, 0))
+        q, k, v, _, _, mask = make(case)
+        clean = self.attention(case, q, k, v, mask)
+        k, v = k.clone(), v.clone()
+        k[0, :, :9], v[0, :, :9] = math.nan, math.inf
+        return _invariance(case.name, clean, self.attention(case, q, k, v, mask), group="known answer")
+
+    def grouped_heads(self) -> Result:
+        """Query head h reads KV head h // group: each KV head's values are its own number."""
+        case = Case("order of grouped heads", batch=1, q_heads=6, kv_heads=3, dtype="float32")
+        q, k, _, _, _, mask = make(case)
+        v = torch.arange(3.0)[None, :, None, None].expand(1, 3, 40, 8)
+        want = torch.tensor([0.0, 0, 1, 1, 2, 2])[None, None, :, None].expand(1, 40, 6, 8)
+        return _invariance(case.name, self.attention(case, q, k, v, mask), want, _ROUNDING, group="known answer")
+
+
+def _guarded(group: str, name: str, check: Callable[[], Result]) -> Result:
+    """A check that raises has failed, and the others still run."""
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001  # compilers and runtimes raise all kinds; the text goes into the report
+        return Result(group, name, False, f"{type(error).__name__}: {error}")
+
+
+def make(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(q, k, v, sinks, visible bool [B, 1, Q, KV], range mask) of a case, on CPU, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q = (normal(case.batch, case.q_heads, case.q_len, case.head_dim) * case.magnitude).to(dtype)
+    k = normal(case.batch, case.kv_heads, case.kv_len, case.head_dim).to(dtype)
+    v = normal(case.batch, case.kv_heads, case.kv_len, case.v_head_dim or case.head_dim).to(dtype)
+    sinks = normal(case.q_heads) if case.sinks else None
+    starts = torch.tensor(case.pads or (0,) * case.batch)[:, None].expand(case.batch, case.q_len)
+    position = torch.arange(case.kv_len - case.q_len, case.kv_len)[None]
+    ends = (position + 1 if case.causal else torch.full_like(position, case.kv_len)).expand(case.batch, case.q_len)
+    if case.window:
+        starts = torch.maximum(starts, position - case.window + 1)
+    keys = torch.arange(case.kv_len)
+    visible = ((keys >= starts[..., None]) & (keys < ends[..., None]))[:, None]
+    return q, k, v, sinks, visible, masks.encode_ranges(starts, ends, None, case.kv_len)
+
+
+def reference(case: Case, q: Any, k: Any, v: Any, visible: torch.Tensor, sinks: Any) -> torch.Tensor:
+    """Attention in float64, [B, Q, Hq, Dv]; written apart from every kernel and fallback. Rows without keys are 0."""
+    group = case.q_heads // case.kv_heads
+    out = []
+    for head in range(case.q_heads):
+        scores = q[:, head].double() @ k[:, head // group].double().transpose(1, 2) * case.head_dim**-0.5
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        scores = scores.masked_fill(~visible[:, 0], -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].double().expand(*scores.shape[:2], 1)), -1)
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)[..., : case.kv_len]
+        out.append(weights @ v[:, head // group].double())
+    return torch.stack(out, 2)
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference; infinite where one side is not a number."""
+    difference = (got.double() - want.double()).abs()
+    return math.inf if torch.isnan(difference).any() else float(difference.max())
+
+
+def _not_a_number(error: float) -> str:
+    return "NaN or infinity in the output" if math.isinf(error) else ""
+
+
+def _invariance(
+    name: str, first: torch.Tensor, second: torch.Tensor, allowed: float = 0.0, group: str = "invariance"
+) -> Result:
+    error = _distance(first, second)
+    return Result(group, name, error <= allowed, _not_a_number(error), error, allowed)
+
+
+def find_device() -> tuple[str, str]:
+    """(device, what results are to be called)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != "tpu":
+        return "cpu", "emulated on CPU"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch_tpu calls get_device_name experimental
+        return "tpu", f"on {torch.tpu.get_device_name()}"  # type: ignore[attr-defined]
+
+
+def verify(progress: Callable[[Result], None] = lambda result: None) -> Report:
+    """Run the whole suite on this machine's device. Clears the counts behind `explain()`.
+
+    Raises:
+        hub.KernelLoadError: when the kernel cannot be loaded.
+    """
+    device, what = find_device()
+    results = []
+    for result in Suite(device).run(large=device == "tpu"):
+        results.append(result)
+        progress(result)
+    LEDGER.clear()
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return Report(what, device, versions, tuple(results))
+
+
+def write_html(report: Report, path: Path, table_html: str) -> None:
+    """The report as one HTML file: the table, and a plot of error by head size (needs matplotlib)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    parity = [result for result in report.results if result.group == "parity"]
+    floor = 1e-9  # an exact result has no place on a logarithmic axis
+    for label, marker, pick in (("kernel", "o", "error"), ("SDPA", "x", "sdpa_error"), ("allowed", "_", "allowed")):
+        axes.scatter(
+            range(len(parity)), [max(getattr(result, pick), floor) for result in parity], marker=marker, label=label
+        )
+    axes.set_yscale("log")
+    axes.set_ylabel("largest error against float64")
+    axes.set_xticks(range(len(parity)), [result.name for result in parity], rotation=60, ha="right", fontsize=7)
+    axes.set_title(f"tpu-kernels verify, {report.what}")
+    axes.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    image = f'<img alt="errors" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    path.write_text(table_html.replace("</body>", f"{image}</body>"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from .cli import app
+
+    app(["verify"])
