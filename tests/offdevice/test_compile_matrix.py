@@ -25,6 +25,8 @@ DTYPES = ("bfloat16", "float32")
 LENGTHS = {
     "forward": ((1024, 1024), (577, 577), (300, 1300)),
     "decode": ((1, 4096), (1, 1000), (3, 2048)),
+    "forward_with_lse": ((4096, 4096), (577, 577), (300, 1300)),
+    "backward": ((4096, 4096), (577, 577), (300, 1300)),
 }
 # (key validity, sinks, softcap)
 FEATURES = (
@@ -75,6 +77,10 @@ class Cell:
             Array("int32", (self.batch, self.kv_len)) if self.validity else None,
             Array(self.dtype, (q_heads,)) if self.sinks else None,
         )
+        if self.function == "backward":
+            out = Array(self.dtype, (self.batch, q_heads, self.q_len, self.v_head_dim))
+            lse = Array("float32", (self.batch, q_heads, self.q_len))
+            arguments += (out, lse, out, None)
         static = {
             "scale": self.head_dim**-0.5,
             "softcap": self.softcap,
@@ -102,6 +108,7 @@ def cells(spec: dict) -> list[Cell]:
     Decode meets every group at every head size. Forward compiles slower (float32 at full precision slowest),
     and its
     program depends on the group only through an index: all groups at two head sizes, full precision at two.
+    So it is with the two functions of training, of which forward_with_lse is forward and one more output.
     """
     can = spec["capabilities"]
     made = []
@@ -110,6 +117,8 @@ def cells(spec: dict) -> list[Cell]:
         assert function in LENGTHS, f"no cells are written for kernel function {function!r}"
         lengths, turn = itertools.cycle(LENGTHS[function]), itertools.cycle(GROUPS)
         for dtype, dims in itertools.product(DTYPES, HEAD_DIMS):
+            if function == "forward_with_lse" and dims not in {(64, 64), (128, 128), (192, 128)}:
+                continue
             swept = function == "decode" or (dtype == "bfloat16" and dims in {(64, 64), (128, 128)})
             full = dtype == "float32" and (function == "decode" or dims in {(64, 64), (192, 128)})
             for group in GROUPS if swept else (next(turn),):
@@ -197,3 +206,30 @@ def test_every_function_compiles_for_every_generation(spec, module, capsys):
     assert not failed, "\n".join(f"{name}: {cell}: {each.error}" for (cell, name), each in failed.items())
     for (cell, name), result in results.items():
         assert result.vmem_bytes <= budgets[name], f"{name}: {cell} takes {result.vmem_bytes} bytes of VMEM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "module"), [pytest.param(*each, id=each[0]["kernel"]["name"]) for each in kernels()])
+def test_training_keeps_only_numbers_a_row_in_hbm(spec, module, capsys):
+    """No scores and no partial dq: beyond operands and results, 32 bytes a query row and head at most.
+
+    At this length nothing that grows with its square, and no copy of an operand, could hide in VMEM. Head size 128,
+    because others are laid out anew for any Mosaic kernel (minor dimension a multiple of 128).
+    """
+    length, kv_heads, group = 16384, 2, 4
+    names = [each for each in ("forward_with_lse", "backward") if each in spec["functions"]]
+    jobs = {}
+    for name, function, dtype in itertools.product(TARGETS, names, DTYPES):
+        cell = Cell(
+            spec["kernel"]["name"], function, dtype, "default", 128, 128, group, length, length, True, False, 0.0,
+            kv_heads=kv_heads, batch=1,
+        )  # fmt: skip
+        jobs[name, function, dtype] = cell.job(name, module, vmem_budget(name))
+    results = dict(zip(jobs, compile_all(jobs.values(), workers=2, timeout=120), strict=True))
+    with capsys.disabled():
+        print(f"\nHBM beyond operands and results, S {length}, {kv_heads * group} query heads, KiB")
+        for each, result in results.items():
+            print(f"{' '.join(each):40} {result.temp_bytes / 1024:8.0f} {result.error}")
+    for each, result in results.items():
+        assert result.ok, (each, result.error)
+        assert result.temp_bytes <= 32 * kv_heads * group * length, each
