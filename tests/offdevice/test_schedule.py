@@ -102,6 +102,7 @@ def test_arithmetic_is_of_32_bits():
     for operation, expected in (
         ("sadd.s32 2147483647, %s0_s0", -(2**31)),
         ("smul.u32 65536, %s1_s1", 0),
+        ("smulhi.u32 %s2_s2, %s1_s1", 65535),
         ("sshll.u32 %s0_s0, 31", -(2**31)),
         ("sshra.s32 %s2_s2, 1", -1),
         ("sshrl.u32 %s2_s2, 28", 15),

@@ -131,6 +131,11 @@ def _multiply(a: int, b: int) -> int:
     return a * b if abs(a) >= _SYMBOLIC or abs(b) >= _SYMBOLIC else _wrap((a * b) & 0xFFFFFFFF)
 
 
+def _multiply_high(a: int, b: int) -> int:
+    """The upper half of an unsigned product."""
+    return UNKNOWN if a is UNKNOWN or b is UNKNOWN else _wrap((_unsigned(a) * _unsigned(b)) >> 32)
+
+
 def _shift_right(value: int, by: int) -> int:
     return value >> by if abs(value) >= _SYMBOLIC else _wrap((value & 0xFFFFFFFF) >> by)
 
@@ -164,11 +169,12 @@ def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-# Opcode (up to its type) -> Python for arguments a, b.
+# Opcode, or opcode up to its type -> Python for arguments a, b.
 _ARITHMETIC = {
     "sadd": "v if abs(v := {a} + {b}) < 2147483648 else wrap(v)",
     "ssub": "v if abs(v := {a} - {b}) < 2147483648 else wrap(v)",
     "smul": "multiply({a}, {b})",
+    "smulhi.u32": "multiply_high({a}, {b})",
     "scalar_lea": "v if abs(v := {a} + {b}) < 2147483648 else wrap(v)",
     "sshll": "shift_left({a}, {b})",
     "sshra": "{a} >> {b}",
@@ -200,6 +206,7 @@ _IGNORED = (
 _SYNC = {"vsyncadd": "sync_add", "vsyncpa": "sync_set", "vsyncset": "sync_set"}
 _HELPERS: dict[str, Any] = {
     "wrap": _wrap, "unsigned": _unsigned, "shift_left": _shift_left, "shift_right": _shift_right, "multiply": _multiply,
+    "multiply_high": _multiply_high,
     "divide": _divide, "remainder": _remainder, "smaller": _smaller, "larger": _larger, "leading_zeros": _leading_zeros,
     "choose": _choose, "abs": abs, "UNKNOWN": UNKNOWN, "__builtins__": {},
 }  # fmt: skip
@@ -429,10 +436,11 @@ class Program:
             uses = tuple(dict.fromkeys(re.findall(r"@(\w+)@", f"{code} {test}")))
             return [_Step(into, code, test, uses)]
 
-        if family in _ARITHMETIC or (family == "scmp" and scalar):
+        arithmetic = _ARITHMETIC.get(opcode) or _ARITHMETIC.get(family)
+        if arithmetic or (family == "scmp" and scalar):
             a, b = (self._value(arguments[index]) if index < len(arguments) else "0" for index in (0, 1))
-            if family != "scmp":
-                return step(_ARITHMETIC[family].format(a=a, b=b))
+            if arithmetic:
+                return step(arithmetic.format(a=a, b=b))
             sign = _COMPARISONS.get(opcode.split(".")[1])
             if sign is None or len(arguments) != 2:
                 raise UnsupportedProgramError(f"a comparison of unknown form: {operation[:120]}")
@@ -451,7 +459,8 @@ class Program:
             return step(f"machine.wait({offset}, {self._value(arguments[0])}, {self._value(arguments[1])})", "")
         if family == "dma":
             kind = opcode.removeprefix("dma.")
-            if "_to_" not in kind or not {"size_in_granules", "dst_syncflagno"} <= set(named) or len(arguments) < 4:
+            understood = ("_to_" in kind or kind == "general") and {"size_in_granules", "dst_syncflagno"} <= set(named)
+            if not understood or len(arguments) < 4:
                 raise UnsupportedProgramError(f"a DMA of unknown form: {operation[:160]}")
             values = ", ".join(self._value(arguments[index]) for index in (0, 1, 2, 3))
             return step(f"machine.dma({kind!r}, {offset}, {values})", "")
@@ -562,6 +571,7 @@ class _Machine:
         self._hbm_free = 0.0
         self._arrivals: dict[int, collections.deque[tuple[float, int]]] = collections.defaultdict(collections.deque)
         self._flags: collections.Counter[int] = collections.Counter()
+        self._spaces = {_operand_base(each) >> _OPERAND_SHIFT: each.space for each in program.operands.values()}
         for operand in program.operands.values():
             if operand.space == "smem" and operand.kind == "input" and operand.number in inputs:
                 self._fill(_operand_base(operand), inputs[operand.number])
@@ -574,13 +584,14 @@ class _Machine:
         if size is UNKNOWN or flag is UNKNOWN:
             bool(UNKNOWN)
         moved = size * self._model.granule
+        if kind == "general":  # its addresses tell where; what is no operand is scratch, on the chip
+            kind = "_to_".join(self._spaces.get(_operand_key(each), "vmem") for each in (source, target))
         self.moved[kind] += moved
         now = self.cycle + offset
         if kind.endswith("_to_smem"):
             if target is UNKNOWN:
                 bool(UNKNOWN)
-            operand = _operand_of(source)
-            words = self._inputs.get(operand) if operand is not None else None
+            words = self._inputs.get(_operand_key(source) ^ (_OPERAND_BIT >> _OPERAND_SHIFT))
             known = list(words) if words is not None else []
             self._fill(target, known + [UNKNOWN] * (moved // 4 - len(known)))
         if "hbm" in kind:
@@ -705,12 +716,8 @@ def _operand_base(operand: Operand) -> int:
     return _OPERAND_BIT | ((operand.number + (1 << 16 if operand.kind == "output" else 0)) << _OPERAND_SHIFT)
 
 
-def _operand_of(address: int) -> int | None:
-    """Index of the input operand that an address (in bytes, or in 16-byte steps) lies in."""
-    if address is UNKNOWN:
-        return None
-    shift = address.bit_length() - _OPERAND_BIT.bit_length()
-    if shift < 0:
-        return None
-    index = ((address >> shift) ^ _OPERAND_BIT) >> _OPERAND_SHIFT
-    return index if index < 1 << 16 else None
+def _operand_key(address: int) -> int:
+    """What `_operand_base(operand) >> _OPERAND_SHIFT` is for the operand that an address (in bytes, or in units of 16
+    bytes) lies in; 0 where it lies in none."""
+    shift = -1 if address is UNKNOWN else address.bit_length() - _OPERAND_BIT.bit_length()
+    return address >> shift >> _OPERAND_SHIFT if shift >= 0 else 0

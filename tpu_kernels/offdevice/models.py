@@ -51,6 +51,49 @@ def program(
         return forward(model, phase=phase, batch=batch, prompt=prompt, cache=cache, padding=padding)
 
 
+def sdpa_call(
+    *,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: str,
+    dense_mask: bool,
+    scale: float,
+) -> Program:
+    """One attention call as transformers' "sdpa" makes it in a compiled model, as a `torch_trace.Program`.
+
+    dense_mask: a mask [batch, 1, q_len, kv_len] is given, already as numbers to add: layers of a model share that work.
+    """
+    with torch.device("meta"):
+        kind = getattr(torch, dtype)
+        query = torch.empty(batch, q_heads, q_len, head_dim, dtype=kind)
+        key = torch.empty(batch, kv_heads, kv_len, head_dim, dtype=kind)
+        value = torch.empty(batch, kv_heads, kv_len, v_head_dim, dtype=kind)
+        mask = torch.empty(batch, 1, q_len, kv_len, dtype=kind) if dense_mask else None
+    return Program(_Sdpa(q_heads // kv_heads, scale), (query, key, value, mask))
+
+
+class _Sdpa(torch.nn.Module):
+    is_causal = False
+
+    def __init__(self, groups: int, scale: float) -> None:
+        super().__init__()
+        self.num_key_value_groups = groups
+        self.scale = scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out = sdpa_attention_forward(self, query, key, value, mask, scaling=self.scale)[0]
+        return out.transpose(1, 2)  # as kernels leave it: the transposition belongs to what follows in either case
+
+
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that `generate()` would be called on for this configuration, or the bare encoder."""
     from transformers.models.auto import modeling_auto as auto

@@ -8,6 +8,7 @@ job enters, so that a job which kills its process, or never ends, can still name
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -151,6 +152,9 @@ class Worker:
         if force:
             process.kill()
         process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):  # what was not sent to a process that died
+                process.stdin.close()
         if self._stderr is not None:
             self._stderr.close()
             self._stderr = None

@@ -19,6 +19,7 @@ KINDS = {
     "compile_module": "tpu_kernels.offdevice.compiler:compile_module",
     "emit_function": "tpu_kernels.offdevice.torch_trace:emit_function",
     "emit_module": "tpu_kernels.offdevice.torch_trace:emit_module",
+    "trace_calls": "tpu_kernels.offdevice.plan_trace:trace_calls",
     "schedule_function": "tpu_kernels.offdevice.schedule:schedule_function",
     "schedule_module": "tpu_kernels.offdevice.schedule:schedule_module",
 }
