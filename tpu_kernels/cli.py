@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import cli_hub
+from . import cli_hub, cli_plan
 
 app = typer.Typer(
     name="tpu-kernels",
@@ -81,6 +81,7 @@ def list_kernels(as_json: Json = False) -> None:
 
 
 cli_hub.register(app)
+app.command()(cli_plan.plan)
 
 
 @app.command()

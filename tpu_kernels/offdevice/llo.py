@@ -703,7 +703,7 @@ def _memory(text: str, space: str, operation: str) -> str:
 
 
 def _split_store(rest: str, operation: str) -> tuple[str, str]:
-    """"[smem:[...]] %value" -> its two parts."""
+    """The two parts of "[smem:[...]] %value"."""
     depth = 0
     for index, letter in enumerate(rest):
         depth += (letter == "[") - (letter == "]")

@@ -16,6 +16,10 @@ from .torch_trace import Program
 Phase = Literal["prefill", "decode"]
 
 
+class NoDecodeError(ValueError):
+    """The model generates nothing."""
+
+
 def program(
     config: Mapping[str, Any],
     *,
@@ -132,6 +136,8 @@ def forward(model: PreTrainedModel, *, phase: Phase, batch: int, prompt: int, ca
         if not is_encoder(config):
             kwargs["use_cache"] = False
         return Program(model, kwargs=_with_positions(model, kwargs, batch, prompt))
+    if is_encoder(config):
+        raise NoDecodeError(f"{config.model_type} is an encoder: it makes one pass over its input")
     slots = StaticCache(config=config, max_cache_len=cache)
     _fill(model, slots, batch, prompt)
     kwargs = {

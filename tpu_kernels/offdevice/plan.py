@@ -160,8 +160,12 @@ def read_config(model: str) -> dict[str, Any]:
 
 def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         return Path(hf_hub_download(model, "config.json"))
@@ -217,12 +221,13 @@ def make_plan(
     ):
         # Two workers: both phases are traced side by side, then one compiles the kernels and the other SDPA.
         progress(f"tracing {config['model_type']} with no weights")
-        traced = list(pool.map(lambda pair: _trace(*pair, folder), ((first, phases["prefill"]), (second, phases["decode"]))))
+        traced = list(pool.map(lambda worker, job: _trace(worker, job, folder), (first, second), phases.values()))
         calls: list[tuple[str, dict[str, Any]]] = []
-        notes, failures = _notes(config, prompt + new_tokens), []
+        notes = _notes(config, prompt + new_tokens)
+        failures: list[str] = []
         for phase, (found, dense, error) in zip(phases, traced, strict=True):
             if error:
-                (notes if error.startswith("no decode") else failures).append(f"{phase}: {error}")
+                (notes if "NoDecodeError" in error else failures).append(f"{phase}: {error}")
             elif not found:
                 notes.append(
                     f"{phase}: the model made no call through transformers' attention interface, so no kernel can take it"
@@ -251,7 +256,7 @@ def _trace(estimator: Estimator, job: Mapping[str, Any], folder: str) -> tuple[l
     """(calls, why masks are dense, error)."""
     outcome = estimator.emitter.call("trace_calls", {**job, "folder": folder})
     if not outcome.ok:
-        return [], [], f"{outcome.stage}: {outcome.error}" if "no decode" not in outcome.error else "no decode phase"
+        return [], [], f"{outcome.stage}: {outcome.error}"
     return outcome.value["calls"], list(outcome.value["dense"]), ""
 
 
