@@ -1,0 +1,287 @@
+"""What transformers does with attention beyond plain generation: each feature through a tiny model, route asserted, numbers
+against eager in float32 (emulated on CPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+
+import tpu_kernels
+
+from .test_models import LENGTH, NEW, generate, prompts
+from .tiny_models import _COMMON, DECODERS, SEQ2SEQ, TinyModel
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    tpu_kernels.register()
+    tpu_kernels.reset()
+
+
+def pair(tiny: TinyModel, **overrides):
+    """The same weights under eager and under tpu_attention."""
+    return tiny.build("eager", **overrides), tiny.build("tpu_attention", **overrides)
+
+
+def routes(model) -> set[tuple[str, str]]:
+    return {(row.route.partition(".")[0], row.reason) for row in tpu_kernels.explain(model).rows}
+
+
+KERNEL = {("range-attention", "kernel")}
+
+
+def same(got, want, atol=1e-5):
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_beam_search_reorders_the_cache(name):
+    ids, mask = prompts((0, 3, 7))
+    want, got = (generate(model, ids, mask, "dynamic", num_beams=3) for model in (pair(DECODERS[name])))
+    assert torch.equal(got.sequences, want.sequences)
+
+
+def test_assisted_decoding_has_several_queries_after_a_cache():
+    ids, mask = prompts((0,))
+    ids, mask = ids[:1], mask[:1]
+    tiny = DECODERS["llama"]
+    results = {}
+    for implementation in ("eager", "tpu_attention"):
+        model, assistant = tiny.build(implementation), tiny.build(implementation, num_hidden_layers=1)
+        with torch.no_grad():
+            results[implementation] = model.generate(
+                ids, attention_mask=mask, assistant_model=assistant, max_new_tokens=8, min_new_tokens=8, do_sample=False
+            )
+    assert torch.equal(results["tpu_attention"], results["eager"])
+    assert routes(model) == KERNEL
+
+
+def test_chunked_prefill_after_a_cache():
+    """Queries 1 < Q < KV continue a dynamic cache, with padding."""
+    ids, mask = prompts((0, 3, 7))
+    logits = []
+    for model in pair(DECODERS["mistral"]):
+        with torch.no_grad():
+            cache = transformers.DynamicCache(config=model.config)
+            model(ids[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+            logits.append(model(ids[:, 7:], attention_mask=mask, past_key_values=cache).logits)
+    same(logits[1], logits[0])
+    assert routes(model) == KERNEL
+
+
+def test_output_attentions_is_a_told_fallback_with_the_weights():
+    ids, mask = prompts((0, 3, 7))
+    outputs = []
+    for model in pair(DECODERS["llama"]):
+        with torch.no_grad():
+            outputs.append(model(ids, attention_mask=mask, output_attentions=True))
+    real = mask.bool()
+    for want, got in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
+        same(got.transpose(1, 2)[real], want.transpose(1, 2)[real])
+    same(outputs[1].logits[real], outputs[0].logits[real])
+    assert routes(model) == {("eager", "output_attentions")}
+
+
+def test_attention_dropout_in_training_is_a_told_fallback():
+    ids, _ = prompts((0, 0, 0))
+    model = DECODERS["llama"].build("tpu_attention", attention_dropout=0.5).train()
+    with torch.no_grad():
+        first, second = (model(ids).logits for _ in range(2))
+    assert routes(model) == {("sdpa", "dropout")}
+    assert not torch.equal(first, second)
+    tpu_kernels.reset()
+    model.eval()
+    with torch.no_grad():
+        model(ids)
+    assert routes(model) == KERNEL
+
+
+def test_float16_is_a_told_fallback_and_right():
+    ids, mask = prompts((0, 3, 7))
+    want, got = (model.to(torch.float16) for model in pair(DECODERS["llama"]))
+    with torch.no_grad():
+        want, result = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (want, got))
+    same(result.float(), want.float(), atol=5e-3)
+    assert routes(got) == {("sdpa", "dtype")}
+
+
+def test_bfloat16_autocast_over_float32_weights():
+    ids, mask = prompts((0, 3, 7))
+    results = []
+    for model in pair(DECODERS["llama"]):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            results.append(model(ids, attention_mask=mask).logits.float()[mask.bool()])
+    same(results[1], results[0], atol=2e-2)
+    assert routes(model) == KERNEL
+
+
+DEEPSEEK = TinyModel(
+    "deepseek_v3",
+    {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8,
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_latent_attention_with_unequal_head_sizes(cache):
+    ids, mask = prompts((0, 3, 7))
+    want_model, model = pair(DEEPSEEK)
+    want, got = generate(want_model, ids, mask, cache), generate(model, ids, mask, cache)
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(model) == KERNEL
+    assert model.model.layers[0].self_attn.v_head_dim != model.model.layers[0].self_attn.qk_head_dim
+
+
+def test_head_sizes_that_differ_between_layers():
+    """Layers of one model whose heads are 16 and 600 wide: each call is routed by itself."""
+    wide = DECODERS["llama"].build("tpu_attention", head_dim=600, num_hidden_layers=1)
+    narrow = DECODERS["llama"].build("tpu_attention", num_hidden_layers=1)
+    narrow.model.layers.append(wide.model.layers[0])
+    narrow.model.layers[1].self_attn.layer_idx = 1
+    ids, _ = prompts((0, 0, 0))
+    hidden = narrow.model.embed_tokens(ids)
+    with torch.no_grad():
+        for model in (narrow, wide):
+            positions = torch.arange(LENGTH)[None]
+            rotary = model.model.rotary_emb(hidden, positions)
+            model.model.layers[-1 if model is wide else 0].self_attn(hidden, rotary, None)
+    reasons = {(row.route.partition(".")[0], row.reason) for row in tpu_kernels.explain().rows}
+    assert reasons == {("range-attention", "kernel"), ("sdpa", "head_dim")}
+
+
+BART = TinyModel(
+    "bart",
+    {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+    },
+    common=False, auto_class=AutoModelForSeq2SeqLM,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_cross_attention_with_padding(cache):
+    ids, mask = prompts((0, 3, 7))
+    ids, mask = ids.flip(1), mask.flip(1)
+    want_model, model = pair(BART)
+    want, got = generate(want_model, ids, mask, cache), generate(model, ids, mask, cache)
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(model) == KERNEL
+
+
+def test_the_learned_position_bias_of_t5_gets_its_gradient():
+    ids, mask = prompts((0, 3, 7))
+    gradients = []
+    for model in pair(SEQ2SEQ["t5"]):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "dropout") and isinstance(module.dropout, float):
+                module.dropout = 0.0
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        gradients.append(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad)
+    assert gradients[0].abs().max() > 0
+    same(gradients[1], gradients[0], atol=1e-6)
+    assert routes(model) == {("sdpa", "position_bias")}
+
+
+def gemma3(implementation: str):
+    config = transformers.Gemma3Config(
+        text_config={**_COMMON, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4, image_token_index=100,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModel.from_config(config, attn_implementation=implementation).eval()
+
+
+def test_image_tokens_see_each_other():
+    """Image blocks are bidirectional islands in a causal mask; windows and left padding beside them."""
+    ids = torch.tensor([[0, 0, 5, 6, 100, 100, 100, 100, 7, 8, 9], [3, 4, 100, 100, 100, 100, 5, 100, 100, 100, 100]])
+    mask = (ids != 0).long()
+    pixels = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for implementation in ("eager", "tpu_attention"):
+        model = gemma3(implementation)
+        with torch.no_grad():
+            outputs.append(
+                model(ids, attention_mask=mask, pixel_values=pixels, token_type_ids=(ids == 100).long()).last_hidden_state
+            )
+    same(outputs[1][mask.bool()], outputs[0][mask.bool()])
+    assert routes(model) == KERNEL
+
+
+def test_packed_image_patches_by_cu_seqlens():
+    """The vision tower of Qwen2.5-VL passes bounds of images and windows, and no mask."""
+    config = AutoConfig.for_model("qwen2_5_vl").vision_config
+    settings = {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
+        "fullatt_block_indexes": [1], "window_size": 56,
+    }  # fmt: skip
+    for name, value in settings.items():
+        setattr(config, name, value)
+    grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    patches = torch.randn(int(grid.prod(1).sum()), width, generator=torch.Generator().manual_seed(4))
+    outputs = []
+    for implementation in ("eager", "tpu_attention"):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            outputs.append(model(patches, grid_thw=grid))
+    first, second = (output[0] if isinstance(output, tuple) else output.last_hidden_state for output in outputs)
+    same(second, first)
+    assert {row.reason for row in tpu_kernels.explain(model).rows} == {"kernel"}
+
+
+def test_packed_documents_by_position_ids():
+    """Document 2 of a packed row equals the document alone."""
+    ids, _ = prompts((0, 0, 0))
+    model = DECODERS["llama"].build("tpu_attention")
+    row, positions = ids[:1], torch.cat((torch.arange(7), torch.arange(LENGTH - 7)))[None]
+    with torch.no_grad():
+        packed = model(row, position_ids=positions, use_cache=False).logits
+        alone = model(row[:, 7:], use_cache=False).logits
+    same(packed[:, 7:], alone)
+    assert routes(model) == KERNEL
+
+
+def test_sampling_and_repetition_do_not_touch_attention():
+    ids, mask = prompts((0, 3, 7))
+    results = []
+    for model in pair(DECODERS["qwen3"]):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            results.append(
+                model.generate(ids, attention_mask=mask, do_sample=True, top_k=20, temperature=0.7, max_new_tokens=NEW)
+            )
+    assert torch.equal(results[0], results[1])
+
+
+def test_a_users_own_mask_of_four_dimensions():
+    ids, _ = prompts((0, 0, 0))
+    tree = (torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(6)) < 0.5) | torch.eye(LENGTH).bool()
+    additive = torch.zeros(tree.shape).masked_fill(~tree, torch.finfo(torch.float32).min)
+    want_model, model = pair(DECODERS["llama"])
+    with torch.no_grad():
+        want = want_model(ids, attention_mask=additive).logits
+        for mask in (tree, additive):
+            same(model(ids, attention_mask=mask).logits, want)
+    assert routes(model) == {("sdpa", "dense_mask")}
+
+
+def test_an_integer_mask_of_four_dimensions_is_refused():
+    ids, _ = prompts((0, 0, 0))
+    model = DECODERS["llama"].build("tpu_attention")
+    with pytest.raises(ValueError, match="dtype torch.int64; use bool"), torch.no_grad():
+        model(ids, attention_mask=torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.int64))
