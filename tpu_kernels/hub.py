@@ -23,7 +23,16 @@ from . import builds, staging
 from .builds import KernelLoadError, cache_dir
 from .specs import KernelSpec
 
-__all__ = ["Build", "KernelLoadError", "LoadedKernel", "cache_dir", "load_kernel", "newest_commit", "prepare"]
+__all__ = [
+    "Build",
+    "KernelLoadError",
+    "LoadedKernel",
+    "cache_dir",
+    "load_kernel",
+    "loaded_kernels",
+    "newest_commit",
+    "prepare",
+]
 
 logger = logging.getLogger("tpu_kernels")
 
@@ -59,6 +68,9 @@ class LoadedKernel:
     revision: str
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.source} ({self.why}), revision {self.revision}, {self.location}"
+
 
 # kernels has no lock of its own, and loading one kernel twice gives two modules whose relative imports cross.
 _lock = threading.RLock()
@@ -85,9 +97,13 @@ def load_kernel(spec: KernelSpec) -> LoadedKernel:
                 module = builds.load_build(spec, build.folder)
             kernel = LoadedKernel(module, build.source, str(build.folder), build.revision, build.why)
             _loaded[spec] = kernel
-            logger.info("kernel %r: %s (%s), revision %s, %s", spec.name, kernel.source, kernel.why, kernel.revision,
-                        kernel.location)  # fmt: skip
+            logger.info("kernel %r: %s", spec.name, kernel)
         return kernel
+
+
+def loaded_kernels() -> tuple[tuple[str, LoadedKernel], ...]:
+    """Name and kernel of every one loaded in this process, in order of loading."""
+    return tuple((spec.name, kernel) for spec, kernel in list(_loaded.items()))
 
 
 def prepare(spec: KernelSpec, *, everything: bool = False) -> Build:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import hub
 from .reasons import REASONS
 from .routing import Route
 
@@ -58,11 +59,13 @@ class Explanation:
 
     rows: per layer, route and reason. masks: how often a mask could not become a row range, by reason.
     never_called: names of live models that asked for this attention and whose attention never reached it.
+    kernels: which copy of each kernel this process has loaded, and what decided for it.
     """
 
     rows: tuple[Row, ...]
     masks: dict[str, int]
     never_called: tuple[str, ...]
+    kernels: tuple[str, ...] = ()
 
     @property
     def total_calls(self) -> int:
@@ -90,6 +93,8 @@ class Explanation:
         console.print(
             f"{self.total_calls} calls: {self.kernel_calls} on a kernel, {self.fallback_calls} fell back."
         )
+        for kernel in self.kernels:
+            console.print(f"  {kernel}")
         for code in sorted({row.reason for row in self.rows} - {"kernel"}):
             console.print(f"  {REASONS[code]}")
         for code, count in sorted(self.masks.items()):
@@ -173,7 +178,10 @@ class Ledger:
             traced[labels.get(label, label), route.name, route.reason, detail, device] += calls
         keys = sorted(rows.keys() | traced.keys(), key=lambda key: (_natural(key[0]), *key[1:]))
         return Explanation(
-            tuple(Row(*key, calls=rows[key], traced=traced[key]) for key in keys), dict(masks), tuple(sorted(never))
+            tuple(Row(*key, calls=rows[key], traced=traced[key]) for key in keys),
+            dict(masks),
+            tuple(sorted(never)),
+            tuple(f"kernel {name}: {kernel}" for name, kernel in hub.loaded_kernels()),
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import kernels
 import pytest
 
+import tpu_kernels
 from tpu_kernels import hub, staging
 from tpu_kernels.specs import load_specs, read_spec
 
@@ -183,10 +184,12 @@ def test_kernels_too_old(make_kernel, monkeypatch):
 def test_loading_is_told(make_kernel, caplog):
     caplog.set_level(logging.INFO, "tpu_kernels")
     loaded = hub.load_kernel(read_spec(make_kernel()))
+    told = f"packaged (spec.toml names no Hub repository), revision {loaded.revision}, {loaded.location}"
     (record,) = caplog.records
-    assert record.message == (
-        f"kernel 'small-kernel': packaged (spec.toml names no Hub repository), revision {loaded.revision}, {loaded.location}"
-    )
+    assert record.message == f"kernel 'small-kernel': {told}"
+    explanation = tpu_kernels.explain()
+    assert explanation.kernels == (f"kernel small-kernel: {told}",)
+    assert "kernel small-kernel: packaged" in str(explanation)
 
 
 def test_a_failure_does_not_hold_the_lock(make_kernel):
