@@ -88,7 +88,7 @@ def test_doctor_warns_of_jax_opening_the_tpu(clean, monkeypatch):
 def test_doctor_warns_of_telemetry_switched_off(clean, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     (found,) = findings("HF_HUB_DISABLE_TELEMETRY")
-    assert found.level == "problem" and "HF_HUB_USER_AGENT_ORIGIN" in found.remedy
+    assert found.level == "note" and "HF_HUB_USER_AGENT_ORIGIN" in found.remedy  # only kernels' own loading fails
 
 
 def test_doctor_counts_chips_without_opening_them(clean, monkeypatch):

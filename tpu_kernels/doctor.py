@@ -132,13 +132,16 @@ def _settings() -> Iterator[Finding]:
     for name in _TELEMETRY:
         if os.environ.get(name):
             yield Finding(
-                "problem" if _version("kernels") == Version("0.17.2") else "note",
+                "note",
                 name,
                 os.environ[name],
-                "kernels 0.17.2 sends a malformed header when telemetry is off and cannot reach the Hub: unset it, or set "
-                "HF_HUB_USER_AGENT_ORIGIN to any word. The packaged kernels are not affected.",
+                "This package is not affected. kernels.get_kernel itself (0.17.2) sends a malformed header when telemetry "
+                "is off and cannot reach the Hub: set HF_HUB_USER_AGENT_ORIGIN to any word if you call it.",
             )
-    for name in ("TPU_KERNELS_DISABLE", "TPU_KERNELS_STRICT", "TPU_KERNELS_TARGET", "TPU_KERNELS_CACHE"):
+    for name in (
+        "TPU_KERNELS_DISABLE", "TPU_KERNELS_STRICT", "TPU_KERNELS_TARGET", "TPU_KERNELS_CACHE", "TPU_KERNELS_TRUST",
+        "TPU_KERNELS_LOCK", "LOCAL_KERNELS",
+    ):  # fmt: skip
         if os.environ.get(name):
             yield Finding("note", name, os.environ[name])
 
