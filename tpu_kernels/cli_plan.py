@@ -72,24 +72,24 @@ def _print(made: Plan, console: Console) -> None:
         "not measurements."
     )
     table = Table(box=None, pad_edge=False)
-    for heading in ("phase", "layers", "query", "key", "sees", "route", "compiles"):
+    table.add_column("phase", no_wrap=True)
+    for heading in ("call", "route"):
         table.add_column(heading, overflow="fold")
-    for heading in ("VMEM MiB", "temp MiB", "ms", "SDPA ms", "SDPA temp"):
-        table.add_column(heading, justify="right")
-    for row in made.rows:
+    for heading in ("ms", "SDPA ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, row in enumerate(made.rows):
+        if index:
+            table.add_row()
+        sees = row.sees + (", softcap" if row.softcap else "") + (", sinks" if row.sinks else "")
+        sizes = [f"q {_shape(row.query)}", f"k {_shape(row.key)}"] + ([f"v {_shape(row.value)}"] * (row.value != row.key))
+        route = f"[green]{row.route}[/]" if row.on_kernel else f"[yellow]{row.route}[/] ({row.reason})"
+        compiles = "compiles" if row.compiled else "[red]does not compile[/]"
         table.add_row(
             row.phase,
-            escape(layers_in_short(row.layers)),
-            _shape(row.query),
-            _shape(row.key if row.key == row.value else (*row.key, row.value[-1])),
-            row.sees + (", softcap" if row.softcap else "") + (", sinks" if row.sinks else ""),
-            row.route if row.on_kernel else f"[yellow]{row.route}[/] ({row.reason})",
-            "[green]yes[/]" if row.compiled else "[red]NO[/]",
-            _mib(row.vmem_bytes),
-            _mib(row.temp_bytes),
+            f"{escape(layers_in_short(row.layers))}\n{', '.join(sizes)}\nsees {sees}",
+            f"{route}\n{compiles}\nVMEM {_mib(row.vmem_bytes)}, temp {_mib(row.temp_bytes)}",
             _ms(row.seconds),
-            _ms(row.sdpa_seconds),
-            _mib(row.sdpa_temp_bytes),
+            f"{_ms(row.sdpa_seconds)}\ntemp {_mib(row.sdpa_temp_bytes)}",
         )
     if made.rows:
         console.print(table)
@@ -116,7 +116,7 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f}"
+    return f"{size / 2**20:.1f}\N{NO-BREAK SPACE}MiB"
 
 
 def _ms(seconds: float | None) -> str:
@@ -166,5 +166,6 @@ def _draw(made: Plan, path: Path) -> None:
         axes.set_title(phase if phase == "prefill" else f"decode, {made.decode_position} tokens in the cache")
         axes.set_ylabel("ms a layer")
         axes.set_xlabel("layer")
-        axes.legend()
+        if index == 0:
+            figure.legend(loc="outside upper right")
     figure.savefig(path, dpi=120)
