@@ -106,6 +106,8 @@ BAD = [
     ("head dim zero", replaced("256", "0"), ["capabilities.max_head_dim", "0", "at least 1"]),
     ("unknown source key", replaced('hub = ""', 'hub = ""\nbranch = "x"'), ["[source]", "hub, revision, trusted, version"]),
     ("hub without a pin", replaced('hub = ""', 'hub = "a/b"'), ["source.hub", "'a/b'", "source.revision", "source.version"]),
+    ("hub not ASCII", replaced('hub = ""', 'hub = "a/ä"\nversion = 1'), ["source.hub", "'a/ä'", "org/name"]),
+    ("hub a path", replaced('hub = ""', 'hub = "a/../b"\nversion = 1'), ["source.hub", "'a/../b'", "org/name"]),
     ("hub no repository", replaced('hub = ""', 'hub = "b"\nversion = 1'), ["source.hub", "'b'", "org/name"]),
     ("revision a branch", replaced('hub = ""', 'hub = "a/b"\nrevision = "main"'), ["source.revision", "'main'", "40 or 64"]),
     ("source version negative", replaced('hub = ""', "version = -2"), ["source.version", "-2", "at least 0"]),

@@ -30,7 +30,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from . import locks
 from .builds import KernelLoadError, cache_dir, check_files
-from .specs import KernelSpec
+from .specs import COMMIT, KernelSpec
 
 # Builds without compiled code, in the order in which kernels prefers them on a TPU.
 VARIANTS = ("torch-tpu", "torch-universal")
@@ -188,6 +188,10 @@ def _resolve(spec: KernelSpec, pin: str) -> str:
         ) from error
     except RepositoryNotFoundError as error:
         raise KernelLoadError(_missing(spec)) from error
+    if not COMMIT.fullmatch(commit):
+        raise KernelLoadError(
+            f"kernel {spec.name!r}: {constants.ENDPOINT} gives {commit!r} as the commit of {pin} of {repo}, which is none."
+        )
     return commit
 
 

@@ -6,6 +6,7 @@ Importing this module imports neither kernels nor jax.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import logging
@@ -37,6 +38,7 @@ __all__ = [
 logger = logging.getLogger("tpu_kernels")
 
 KERNELS_AT_LEAST = "0.17.2"
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _NOT_CACHED = "Connect and run `tpu-kernels prefetch`, or map the repository to a folder with LOCAL_KERNELS."
 
 
@@ -213,7 +215,7 @@ def _explained(spec: KernelSpec, where: str) -> Iterator[None]:
 def _hint(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"The kernel needs the Python package {error.name!r}: pip install {error.name}."
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         return "Check free space and permissions of KERNELS_CACHE (else HF_HOME) and TPU_KERNELS_CACHE."
     return ""
 

@@ -15,8 +15,8 @@ _DEVICES = ("tpu", "cpu")
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # kernel-builder's rule for kernel names, a Hub repository, and a full commit id.
 _KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class SpecError(ValueError):
@@ -149,7 +149,7 @@ def _source(path: Path, document: dict[str, Any]) -> Source:
     source = Source(**table)
     _at_least(path, "source.version", source.version, 0)
     if source.revision:
-        _matches(path, "source.revision", source.revision, _COMMIT, "a full commit id, 40 or 64 hexadecimal digits")
+        _matches(path, "source.revision", source.revision, COMMIT, "a full commit id, 40 or 64 hexadecimal digits")
     if source.hub:
         _matches(path, "source.hub", source.hub, _REPOSITORY, 'a Hub repository, "org/name"')
         if not (source.revision or source.version):

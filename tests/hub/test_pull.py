@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kernels._rust import Digest, DigestAlgorithm
 
 from .conftest import REPO
 from .loopback import Fault
@@ -244,6 +245,35 @@ def test_damage_in_the_cache_is_mended_online_and_refused_offline(machine, publi
         assert "parts.py" in got["error"] and "not imported" in got["error"]
         assert machine.load(spec)["value"] == "first"
     assert machine.bodies() == 3
+
+
+def test_a_sha512_digest(machine, publish, spec_for):
+    def change(variant: Path) -> None:
+        files = dict(Digest.hash_variant(DigestAlgorithm.SHA512, variant).files)
+        edit_metadata(digest={"algorithm": "sha512", "files": files})(variant)
+
+    publish(change=change)
+    spec = spec_for()
+    assert machine.load(spec)["value"] == "first"
+    (note,) = (machine.home / "cache" / "hub").glob("*.json")
+    note.unlink()
+    damage(machine)
+    got = machine.load(spec, HF_HUB_OFFLINE="1", TPU_KERNELS_TRUST=REPO)
+    assert "does not answer" in got["error"]  # which commit v1 was is not known any more
+    got = machine.load(spec_for(f'revision = "{commit_in_cache(machine)}"'), HF_HUB_OFFLINE="1", TPU_KERNELS_TRUST=REPO)
+    assert "parts.py" in got["error"] and "not imported" in got["error"]
+
+
+def commit_in_cache(machine) -> str:
+    (path,) = machine.cached("parts.py")
+    return path.parents[2].name
+
+
+def test_a_hub_that_gives_no_commit(machine, publish, spec_for, loopback):
+    publish()
+    loopback.spoil = lambda method, path: Fault(body=b'{"sha": "../../elsewhere"}') if "/revision/" in path else None
+    got = machine.load(spec_for(packaged=True))
+    assert "'../../elsewhere' as the commit of v1" in got["error"]
 
 
 @pytest.mark.parametrize(
