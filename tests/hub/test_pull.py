@@ -185,6 +185,7 @@ def test_a_hub_that_does_not_answer_in_time(machine, publish, spec_for, loopback
     assert got["source"] == "packaged" and "Timeout" in got["why"] and got["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_files_that_come_too_slowly(machine, publish, spec_for, loopback):
     publish()
     loopback.spoil = lambda method, path: Fault(delay=30) if "parts.py" in path and method == "GET" else None
