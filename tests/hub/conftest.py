@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,11 +20,17 @@ from .loopback import LoopbackHub
 from .small_kernel import write_kernel
 
 REPO = "acme/small-kernel"
+# What a developer may have set, and what would change what is tested.
+SETTINGS = re.compile(
+    r"(HF|HUGGING_?FACE|TPU_KERNELS)_.*|.*KERNELS(_CACHE)?|DO_NOT_TRACK|DISABLE_TELEMETRY|.*_PROXY", re.IGNORECASE
+)
 
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """Nothing loaded, an empty kernel cache; kernels loaded by the test are forgotten afterwards."""
+    for name in filter(SETTINGS.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "_loaded", {})
     monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
@@ -45,7 +52,7 @@ class Client:
 
     def __init__(self) -> None:
         program = Path(__file__).with_name("client.py")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
+        environment = {name: value for name, value in os.environ.items() if not SETTINGS.fullmatch(name)}
         self._process = subprocess.Popen(
             [sys.executable, str(program)],
             env=environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
