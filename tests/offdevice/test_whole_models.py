@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tpu_kernels.offdevice import module_text
-from tpu_kernels.offdevice.aot import Compiled
+from tpu_kernels.offdevice import aot, module_text
+from tpu_kernels.offdevice.aot import Array, Compiled, FunctionJob
 from tpu_kernels.offdevice.emit import Emitted, Emitter, ModuleJob
 
 PROMPT, CACHE = 656, 1000  # lengths that no other dimension of these models has
@@ -86,7 +86,9 @@ GEOMETRIES = {
                 **_NARROW, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
             },
-            "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 3584},
+            "vision_config": {
+                "depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 3584,
+            },
         }, 28, 4, 128,
     ),
     "DeepSeek-V3 (MLA)": Geometry(
@@ -188,3 +190,41 @@ def test_whole_models(capsys, tmp_path):
     theirs = {(row.model, row.phase): row for row in tables[2]}
     llama = theirs["Llama-3-8B", "prefill"]
     assert llama.square and llama.expanded, "the search no longer finds what sdpa materialises"
+
+
+@pytest.mark.slow
+def test_a_long_prefill_takes_no_memory_for_attention(capsys, tmp_path):
+    """Temporary HBM of a whole pass at 8192 tokens: what the kernel spares, and that its own calls take none."""
+    length, temp = 8192, {}
+    parameters = {"config": GEOMETRIES["Llama-3-8B"].config, "phase": "prefill", "batch": 1, "prompt": length}
+    with Emitter("v6e", timeout=400) as emitter:
+        for attention in ("sdpa", "tpu_attention"):
+            place = tmp_path / attention
+            place.mkdir()
+            job = ModuleJob("tpu_kernels.offdevice.models:program", {**parameters, "attention": attention})
+            emitted = emitter.run(job, place)
+            assert emitted.ok, emitted.error
+            text = emitted.modules[0].read_text()
+            assert bool(module_text.score_tensors(text, length, length)) is (attention == "sdpa")
+            compiled = emitter.compile(emitted.modules[0])
+            assert compiled.ok, compiled.error
+            temp[attention] = compiled.temp_bytes / 2**20
+        # One layer's attention by itself, with its padding mask.
+        rows = Array("int32", (1, length))
+        heads = [Array("bfloat16", (1, count, length, 128)) for count in (32, 8, 8)]
+        static = {
+            "scale": 0.1, "softcap": 0.0, "block_q": 0, "block_kv": 0, "precision": "default", "vmem_bytes": 0,
+            "interpret": False,
+        }  # fmt: skip
+        module = Path(__file__).parents[2] / "kernel_specs/range-attention/torch-ext/range_attention"
+        job = FunctionJob(f"{module}:forward", (*heads, rows, rows, rows, None), "v6e", static)
+        alone = aot.compiled("v6e", emitter.call(*aot.request(job)))
+        assert alone.ok, alone.error
+    own = alone.temp_bytes / 2**20
+    with capsys.disabled():
+        print(
+            f"\ntemporary HBM of a two-layer Llama-3-8B geometry at {length} tokens on v6e: sdpa {temp['sdpa']:.1f} MiB, "
+            f"tpu_attention {temp['tpu_attention']:.1f} MiB; the kernel's call alone {own:.1f} MiB"
+        )
+    assert temp["sdpa"] - temp["tpu_attention"] >= 128
+    assert own < 1  # bounds of blocks: a few KiB
