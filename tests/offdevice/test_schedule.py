@@ -128,6 +128,28 @@ def test_unknown_values_do_no_harm_where_nothing_depends_on_them():
     assert dict(made.unknown_opcodes) == {"snewthing.u32": 1}
 
 
+def test_a_predicate_that_is_not_known_makes_its_results_unknown():
+    """Not a word of memory, nor a register, is taken for known then; others are."""
+    start = [
+        "%s1_s1 = spop %v3_v3  ;;  %s2_s2 = smov.u32 5",
+        "%p1_p1 = scmp.eq.s32.totalorder %s1_s1, 0  ;;  %1 = sst [smem:[#allocation2]] %s2_s2",
+        "%2 = sst [smem:[#allocation3]] %s2_s2",
+        "%3 = sst [smem:[#allocation2]] (%p1_p1), %s1_s1  ;;  %s2_s2 = smov.u32 (%p1_p1), 6",
+    ]
+    branch = ["%p2_p2 = scmp.eq.s32.totalorder %s9_s9, 5", "%9 = sbr.rel (%p2_p2) target bundleno = 9 (0x9), region = 1"]
+    for source, known in (
+        ("sld [smem:[#allocation3]]", True),
+        ("sld [smem:[#allocation2]]", False),
+        ("smov.u32 %s2_s2", False),
+    ):
+        made = program(*start, f"%s9_s9 = {source}", *branch, "", "", "")
+        if known:
+            assert made.run(MODEL).cycles == 9
+        else:
+            with pytest.raises(UnsupportedProgramError, match="not known"):
+                made.run(MODEL)
+
+
 @pytest.mark.parametrize(
     ("bundles", "text"),
     [

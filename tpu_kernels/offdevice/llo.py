@@ -338,7 +338,7 @@ class Program:
                 for name in step.uses:
                     readers[name].add(number)
                 if step.target:
-                    writers[step.target] += 2 if step.when else 1
+                    writers[step.target] += 1
         blocks = []
         for number, source in enumerate(sources):
             made: set[str] = set()
@@ -433,6 +433,8 @@ class Program:
             if otherwise is not None:
                 # "(predicate, value), ...": the operation's result where the predicate holds, else the value.
                 code, test = f"choose({when}, {code}, {self._value(otherwise)})", ""
+            elif when and into:  # keeps its value, or loses it where the predicate is not known
+                code, test = f"choose({when}, {code}, @{into}@)", ""
             uses = tuple(dict.fromkeys(re.findall(r"@(\w+)@", f"{code} {test}")))
             return [_Step(into, code, test, uses)]
 
@@ -452,7 +454,11 @@ class Program:
             return step(f"SM.get({self._value(_memory(arguments[0], 'smem', operation))}, UNKNOWN)")
         if family == "sst":
             place, value = _split_store(rest, operation)
-            return step(f"SM[{self._value(_memory(place, 'smem', operation))}] = {self._value(value)}", "")
+            address, value = self._value(_memory(place, "smem", operation)), self._value(value)
+            if not when:
+                return step(f"SM[{address}] = {value}", "")
+            code = f"machine.store({when}, {address}, {value})"
+            return [_Step("", code, "", tuple(dict.fromkeys(re.findall(r"@(\w+)@", code))))]
         if opcode.startswith("dma.done"):
             if len(arguments) < 2:
                 raise UnsupportedProgramError(f"a DMA wait of unknown form: {operation[:120]}")
@@ -579,6 +585,10 @@ class _Machine:
     def scalar(self, index: int) -> int:
         words = self._inputs.get(index)
         return words[0] if words else UNKNOWN
+
+    def store(self, condition: Any, address: int, value: int) -> None:
+        """A predicated store to SMEM."""
+        self.memory[address] = _choose(condition, value, self.memory.get(address, UNKNOWN))
 
     def dma(self, kind: str, offset: int, source: int, size: int, target: int, flag: int) -> None:
         if size is UNKNOWN or flag is UNKNOWN:
