@@ -186,3 +186,31 @@ def test_a_model_that_asks_after_unregister_fails_in_transformers(saved):
     tpu_kernels.unregister()
     with pytest.raises(ValueError, match="tpu_attention"):
         AutoModelForCausalLM.from_pretrained(saved, attn_implementation="tpu_attention")
+
+
+def test_a_name_may_be_bound_to_chosen_kernels():
+    done = tpu_kernels.register("tpu_chosen", kernels=["range-attention"])
+    assert done.kernels == ("range-attention",)
+    model = DECODERS["llama"].build("tpu_chosen")
+    runs_on_the_kernel(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    again = tpu_kernels.register("tpu_chosen")
+    assert AttentionInterface()["tpu_chosen"] is attention.tpu_attention and again.kernels[0] == "range-attention"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        ("range-attention", r"must be a sequence of kernel names, such as \('range-attention',\)"),
+        ((), "must name at least one kernel"),
+        (("range-attention", "range-attention"), "none twice"),
+        (("no-such-kernel",), "'no-such-kernel' is not installed; installed: range-attention"),
+    ],
+)
+def test_kernels_that_cannot_be_chosen(kernels, says):
+    with pytest.raises(ValueError, match=says):
+        tpu_kernels.register("tpu_chosen", kernels=kernels)
+    assert "tpu_chosen" not in AttentionInterface()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tpu_kernels import specs
 from tpu_kernels.specs import KernelFunction, SpecError, load_specs, packaged_specs_dir, read_spec
 
 GOOD = """\
@@ -115,7 +117,7 @@ BAD = [
     ("no forward", replaced("[functions.forward]\n", ""), ["[functions.forward]", "forward"]),
     ("gradients without backward", replaced("gradients = false", "gradients = true"), ["gradients", "[functions.backward]"]),
     ("no functions", GOOD.partition("[functions.forward]")[0], ["[functions.forward]", "forward"]),
-    ("function no identifier", GOOD + '\n[functions."a b"]\n', ["[functions.a b]", "identifier"]),
+    ("function unknown", GOOD + "\n[functions.prefill]\n", ["[functions.prefill]", "forward_with_lse, backward"]),
     ("unknown function key", replaced("max_packed_rows = 64", "rows = 64"), ["[functions.decode]", "max_packed_rows"]),
     ("packed rows a str", replaced("= 64", '= "64"'), ["functions.decode.max_packed_rows", "'64'", "int"]),
     ("packed rows negative", replaced("= 64", "= -1"), ["functions.decode.max_packed_rows", "-1", "at least 0"]),
@@ -156,3 +158,106 @@ def test_packaged_specs_fit_their_folders():
     for spec in specs:
         assert spec.folder == packaged_specs_dir() / spec.name
         assert (spec.folder / "torch-ext" / spec.module / "__init__.py").is_file()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """load_specs() with TPU_KERNELS_SPECS, and without what is packaged being read anew each time."""
+
+    def load(*entries: object):
+        monkeypatch.setenv("TPU_KERNELS_SPECS", os.pathsep.join(map(str, entries)))
+        return load_specs()
+
+    return load
+
+
+def kernel(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return write(folder / name, replaced('"my-kernel"', f'"{name}"'))
+
+
+def test_kernels_of_the_environment_come_after_the_packaged_ones(tmp_path, installed):
+    packaged = [spec.name for spec in load_specs(packaged_specs_dir())]
+    kernel(tmp_path / "some", "alpha"), kernel(tmp_path / "some", "beta"), kernel(tmp_path, "alone")
+    specs = installed(tmp_path / "alone" / "spec.toml", tmp_path / "some", "")
+    assert [spec.name for spec in specs] == [*packaged, "alone", "alpha", "beta"]
+    assert specs[-1].found_by == f"TPU_KERNELS_SPECS={tmp_path / 'some'}"
+    assert specs[0].found_by == "packaged with tpu-kernels"
+    assert [spec.name for spec in installed(tmp_path / "alone")][-1] == "alone"
+
+
+def test_two_kernels_of_one_name(tmp_path, installed):
+    first, second = kernel(tmp_path / "a", "alpha"), kernel(tmp_path / "b", "alpha")
+    with pytest.raises(SpecError, match="two kernels are named 'alpha'") as caught:
+        installed(tmp_path / "a", tmp_path / "b")
+    assert str(first / "spec.toml") in str(caught.value) and str(second / "spec.toml") in str(caught.value)
+    own = kernel(tmp_path / "c", "range-attention")
+    with pytest.raises(SpecError, match="packaged with tpu-kernels") as caught:
+        installed(own)
+    assert str(own / "spec.toml") in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["nowhere", "empty", "file.toml"])
+def test_an_entry_without_kernels(tmp_path, installed, entry):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.toml").write_text(GOOD)
+    with pytest.raises(SpecError, match=r"TPU_KERNELS_SPECS=.*Name a spec\.toml, a kernel folder, or a folder of") as caught:
+        installed(tmp_path / entry)
+    assert str(tmp_path / entry) in str(caught.value)
+
+
+@pytest.mark.parametrize("link", ["torch-ext", "torch-ext/my_kernel", "torch-ext/my_kernel/secret.py"])
+def test_links_do_not_lead_out_of_the_folder(tmp_path, link):
+    folder, outside = write(tmp_path / "k", GOOD), tmp_path / "outside"
+    (outside / "my_kernel").mkdir(parents=True)
+    (outside / "secret.py").write_text("")
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(outside / "secret.py" if link.endswith(".py") else outside)
+    with pytest.raises(SpecError, match="leads out of the kernel's folder") as caught:
+        read_spec(folder)
+    assert str(outside) in str(caught.value)
+
+
+@pytest.fixture
+def install_package(tmp_path, monkeypatch):
+    """A package on sys.path that fails when it is imported, and its entry point."""
+
+    def install(value: str = "acme_kernels.specs") -> Path:
+        site = tmp_path / "site"
+        (site / "acme_kernels").mkdir(parents=True)
+        (site / "acme_kernels" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        info = site / "acme_kernels-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[tpu_kernels.specs]\nacme = {value}\n")
+        monkeypatch.syspath_prepend(str(site))
+        specs._installed.cache_clear()
+        return kernel(site / "acme_kernels" / "specs", "acme-attention")
+
+    yield install
+    specs._installed.cache_clear()
+
+
+def test_kernels_of_installed_packages_are_found_without_importing_them(install_package, installed):
+    folder = install_package()
+    spec = installed()[-1]
+    assert (spec.name, spec.folder) == ("acme-attention", folder.resolve())
+    assert spec.found_by == "entry point acme = 'acme_kernels.specs' of acme-kernels 1.2"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("acme_kernels.nowhere", "no such folder in an installed package"),
+        ("no_such_package", "no such folder in an installed package"),
+        ("acme_kernels:specs", 'must be "package" or "package.folder"'),
+        ("acme_kernels", "neither spec.toml nor <kernel>/spec.toml"),
+    ],
+)
+def test_an_entry_point_that_names_no_kernels(install_package, installed, value, says):
+    folder = install_package(value)
+    if value == "acme_kernels":
+        (folder / "spec.toml").unlink()
+    with pytest.raises(SpecError) as caught:
+        installed()
+    assert says in str(caught.value) and f"entry point acme = '{value}' of acme-kernels 1.2" in str(caught.value)

@@ -73,6 +73,8 @@ def tpu_attention(
     output_attentions: bool = False,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    *,
+    kernels: tuple[str, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface (`AttentionInterface.register`), on a TPU kernel where one is exact.
@@ -91,6 +93,7 @@ def tpu_attention(
         position_bias: float, broadcastable to [B, Hq, Q, KV], added to the scaled scores.
         output_attentions: also return the weights (then eager).
         cu_seq_lens_q, cu_seq_lens_k: int [R + 1], with no mask: the bounds of R packed sequences in a batch of 1.
+        kernels: names of the only kernels that may take the call, in order; bound by `register(name, kernels=...)`.
 
     Returns:
         (output [B, Q, Hq, Dv] contiguous in query's dtype, weights [B, Hq, Q, KV] or None).
@@ -144,6 +147,7 @@ def tpu_attention(
         unknown,
         disabled,
         precision,
+        kernels,
     )
     if compiling:
         plan = _make_plan(*facts)
@@ -278,6 +282,7 @@ def _make_plan(
     unknown: tuple[str, ...],
     disabled: bool,
     precision: str,
+    kernels: tuple[str, ...] | None,
 ) -> _Plan:
     """Validate the facts of a call and route it. Pure, and traceable by Dynamo."""
     _check_devices(devices, None if mask_facts is None else mask_facts[2])
@@ -307,10 +312,10 @@ def _make_plan(
         unknown=unknown,
         disabled=disabled,
     )
-    route = decide(request, installed_specs())
+    route = decide(request, installed_specs(kernels))
     if route.target != "kernel":
         return _Plan(request, route, _detail(request, route.reason))
-    op_name = f"{route.kernel.replace('-', '_')}_{route.function}"
+    op_name = ops.op_name(route.kernel, route.function)
     return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), _blocks(device, route.function))
 
 
@@ -409,7 +414,8 @@ def _strict_message(module: torch.nn.Module, plan: _Plan) -> str:
 
 
 _strict = False
-_specs: tuple[specs.KernelSpec, ...] | None = None
+_by_default: tuple[str, ...] | None = None
+_known: dict[str, specs.KernelSpec] = {}
 
 
 def set_strict(strict: bool) -> None:
@@ -418,21 +424,43 @@ def set_strict(strict: bool) -> None:
     _strict = strict
 
 
-def installed_specs() -> tuple[specs.KernelSpec, ...]:
-    """The kernels that calls may be routed to, in order of preference; their ops are defined with them."""
-    if _specs is None:
+def installed_specs(names: tuple[str, ...] | None = None) -> tuple[specs.KernelSpec, ...]:
+    """The kernels that calls may be routed to, in order of preference; their ops are defined with them.
+
+    Args:
+        names: only these, in this order; by default all installed ones.
+
+    Raises:
+        specs.SpecError: for a spec.toml that cannot be read, or a name that is not installed.
+    """
+    if _by_default is None:
         _install()
-    assert _specs is not None
-    return _specs
+    assert _by_default is not None
+    chosen = _by_default if names is None else names
+    for name in chosen:
+        if name not in _known:
+            raise specs.SpecError(
+                f"kernel {name!r} is not installed; installed: {', '.join(_known)}. {specs.VARIABLE} adds folders."
+            )
+    return tuple([_known[name] for name in chosen])
 
 
 def _install() -> None:
-    global _specs
+    global _by_default
     loaded = specs.load_specs()
     for spec in loaded:
-        for function in spec.functions:
-            ops.op_for(spec, function.name)
-    _specs = loaded
+        make_known(spec)
+    _by_default = tuple([spec.name for spec in loaded])
+
+
+def make_known(spec: specs.KernelSpec) -> None:
+    """Define the ops of `spec`, so that calls which name it may take it. Raises SpecError when its name is taken."""
+    first = _known.get(spec.name, spec)
+    if first != spec:
+        specs.check_names([first, spec])
+    for function in spec.functions:
+        ops.op_for(spec, function.name)
+    _known[spec.name] = spec
 
 
 def settings() -> tuple[bool, bool, str]:

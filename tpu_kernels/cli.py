@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import cli_hub, cli_plan
+from .specs import SpecError
 
 app = typer.Typer(
     name="tpu-kernels",
@@ -129,7 +131,11 @@ def verify(
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        app()
+    except SpecError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _settings() -> Iterator[Finding]:
             )
     for name in (
         "TPU_KERNELS_DISABLE", "TPU_KERNELS_STRICT", "TPU_KERNELS_TARGET", "TPU_KERNELS_CACHE", "TPU_KERNELS_TRUST",
-        "TPU_KERNELS_LOCK", "LOCAL_KERNELS",
+        "TPU_KERNELS_LOCK", "TPU_KERNELS_SPECS", "LOCAL_KERNELS",
     ):  # fmt: skip
         if os.environ.get(name):
             yield Finding("note", name, os.environ[name])
@@ -163,7 +163,12 @@ def _masks() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     from . import hub, specs
 
-    for spec in specs.load_specs():
+    try:
+        installed = specs.load_specs()
+    except specs.SpecError as error:
+        yield Finding("problem", "kernels", "not read", str(error))
+        return
+    for spec in installed:
         try:
             loaded = hub.load_kernel(spec)
         except hub.KernelLoadError as error:

@@ -59,8 +59,13 @@ def op_for(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
     return op
 
 
+def op_name(kernel: str, function: str) -> str:
+    """The op's name in the namespace tpu_kernels. Kernel names are unique, module names need not be."""
+    return f"{kernel.replace('-', '_')}_{function}"
+
+
 def _define(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
-    name = f"{spec.module}_{function}"
+    name = op_name(spec.name, function)
     _library.define(name + _SCHEMAS[function], tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _first_run_loads(lambda: _emulated(spec, function)), "CPU")
     # The key that torch_tpu renames to "tpu"; it exists before torch_tpu has started.
@@ -68,7 +73,7 @@ def _define(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
     torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[function], lib=_library)
     if function == "forward_with_lse":
         torch.library.register_autograd(
-            f"{NAMESPACE}::{name}", _gradients_of(f"{spec.module}_backward"), setup_context=_save, lib=_library
+            f"{NAMESPACE}::{name}", _gradients_of(op_name(spec.name, "backward")), setup_context=_save, lib=_library
         )
     elif function == "backward":
         torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_second_derivative, lib=_library)
@@ -137,7 +142,7 @@ def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
     from . import bridge
 
     facing = _torch_facing(function)(getattr(kernel.module, function), interpret=False)
-    return bridge.on_tpu(facing, f"{NAMESPACE}_jax::{spec.module}_{function}")
+    return bridge.on_tpu(facing, f"{NAMESPACE}_jax::{op_name(spec.name, function)}")
 
 
 def _torch_facing(function: str) -> Callable[..., Callable[..., Any]]:

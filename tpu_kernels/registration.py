@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -27,19 +29,22 @@ class Registration:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def register(name: str = NAME, *, strict: bool = False) -> Registration:
+def register(name: str = NAME, *, kernels: Sequence[str] | None = None, strict: bool = False) -> Registration:
     """Register the attention and the mask function in transformers, so that `attn_implementation=name` selects them.
 
     Args:
         name: the attention name. Must not contain "flash", "sdpa", "flex_attention" or "|", nor look like "org/repo":
             transformers treats those names specially.
+        kernels: names of the only kernels that calls under this attention name may take, in order of preference, for
+            example ("splash-attention",); by default all installed ones. `tpu-kernels list` shows them.
         strict: raise `FallbackError` where a call would fall back to SDPA (also by TPU_KERNELS_STRICT=1).
 
     Returns:
-        A `Registration` that says what was registered. Calling again with the same name changes only `strict`.
+        A `Registration` that says what was registered. Calling again with the same name changes `kernels` and `strict`.
 
     Raises:
-        ValueError: for a name that transformers would misread or that something else has registered.
+        ValueError: for a name that transformers would misread or that something else has registered, a kernel that is
+            not installed, or a spec.toml that cannot be read (`specs.SpecError`).
         ImportError: when jax or kernels is missing or too old. Nothing is registered then.
     """
     _check_name(name)
@@ -51,12 +56,14 @@ def register(name: str = NAME, *, strict: bool = False) -> Registration:
     if name in AttentionInterface._global_mapping and name not in _registered:
         taken = AttentionInterface._global_mapping[name]
         raise ValueError(f"attention name {name!r} already belongs to {taken!r}. Choose another name.")
-    kernels = tuple(spec.name for spec in attention.installed_specs())
-    AttentionInterface.register(name, attention.tpu_attention)
+    chosen = _check_kernels(kernels)
+    names = tuple(spec.name for spec in attention.installed_specs(chosen))
+    attend = attention.tpu_attention if chosen is None else functools.partial(attention.tpu_attention, kernels=chosen)
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, masks.tpu_attention_mask)
     _registered.add(name)
     attention.set_strict(strict)
-    return Registration(name, kernels, _notes())
+    return Registration(name, names, _notes())
 
 
 def unregister(name: str = NAME) -> None:
@@ -94,6 +101,16 @@ def _check_name(name: str) -> None:
             problem = "transformers takes names of the form org/repo for Hub repositories"
     if problem:
         raise ValueError(f"cannot register attention name {name!r}: {problem}. Use for example {NAME!r}.")
+
+
+def _check_kernels(kernels: Sequence[str] | None) -> tuple[str, ...] | None:
+    if kernels is None:
+        return None
+    if isinstance(kernels, str):
+        raise ValueError(f"kernels={kernels!r} must be a sequence of kernel names, such as ({kernels!r},).")
+    if not kernels or len(set(kernels)) < len(kernels):
+        raise ValueError(f"kernels={kernels!r} must name at least one kernel, and none twice.")
+    return tuple(kernels)
 
 
 def _check_packages() -> None:

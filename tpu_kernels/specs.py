@@ -1,22 +1,33 @@
-"""What kernels can do and where they come from: KernelSpec, read from kernel_specs/*/spec.toml. Routing reads only these."""
+"""What kernels can do and where they come from: KernelSpec, read from spec.toml files. Routing reads only these.
+
+Kernels are packaged here (kernel_specs/*/spec.toml), named by the environment variable TPU_KERNELS_SPECS, or declared by
+installed packages under the entry point group "tpu_kernels.specs". A spec.toml is data; reading it runs nothing.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
+import os
 import re
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MASKS = ("none", "ranges", "ranges+validity", "dense_bool", "dense_float")
 _DEVICES = ("tpu", "cpu")
+_FUNCTIONS = ("forward", "decode", "forward_with_lse", "backward")
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # kernel-builder's rule for kernel names, a Hub repository, and a full commit id.
 _KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+VARIABLE = "TPU_KERNELS_SPECS"
+ENTRY_POINTS = "tpu_kernels.specs"
 
 
 class SpecError(ValueError):
@@ -65,7 +76,7 @@ class KernelFunction:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One kernel: a folder in Hub source layout plus its spec.toml."""
+    """One kernel: a folder in Hub source layout plus its spec.toml. found_by tells who named the folder."""
 
     name: str
     module: str
@@ -75,6 +86,7 @@ class KernelSpec:
     capabilities: Capabilities
     functions: tuple[KernelFunction, ...]
     folder: Path
+    found_by: str = field(default="", compare=False)
 
 
 def packaged_specs_dir() -> Path:
@@ -90,19 +102,75 @@ def packaged_specs_dir() -> Path:
     raise FileNotFoundError(f"kernel_specs is neither in {here} nor beside it. Reinstall tpu-kernels.")
 
 
-@functools.cache
 def load_specs(folder: Path | None = None) -> tuple[KernelSpec, ...]:
-    """Every kernel in `folder` (default: the packaged ones), in order of name.
+    """Every kernel in `folder`; by default every installed one, in the order in which calls are offered to them: the
+    packaged ones, those of TPU_KERNELS_SPECS, those of installed packages.
 
     Raises:
-        SpecError: for a spec.toml that is malformed or says something unknown.
+        SpecError: for a spec.toml that is malformed or says something unknown, a place that holds none, or two kernels of
+            one name.
     """
-    folder = packaged_specs_dir() if folder is None else folder
-    return tuple(read_spec(path.parent) for path in sorted(folder.glob("*/spec.toml")))
+    if folder is not None:
+        return _in_folder(folder, "")
+    return _installed(os.environ.get(VARIABLE, ""))
 
 
-def read_spec(folder: Path) -> KernelSpec:
-    """The spec of one kernel folder. Raises SpecError."""
+@functools.cache
+def _installed(setting: str) -> tuple[KernelSpec, ...]:
+    found = list(_in_folder(packaged_specs_dir(), "packaged with tpu-kernels"))
+    for entry in filter(None, setting.split(os.pathsep)):
+        found += _named(Path(entry).expanduser(), f"{VARIABLE}={entry}")
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        package = "an installed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        origin = f"entry point {point.name} = {point.value!r} of {package}"
+        found += _named(_folder_of_module(point.value, origin), origin)
+    check_names(found)
+    return tuple(found)
+
+
+def check_names(specs: list[KernelSpec]) -> None:
+    """Raises SpecError when two of `specs` have one name."""
+    by_name: dict[str, KernelSpec] = {}
+    for spec in specs:
+        first = by_name.setdefault(spec.name, spec)
+        if first is not spec:
+            raise SpecError(
+                f"two kernels are named {spec.name!r}: {first.folder / 'spec.toml'} ({first.found_by}) and "
+                f"{spec.folder / 'spec.toml'} ({spec.found_by}). Rename one, or take one away."
+            )
+
+
+def _in_folder(folder: Path, origin: str) -> tuple[KernelSpec, ...]:
+    return tuple(read_spec(path.parent, origin) for path in sorted(folder.glob("*/spec.toml")))
+
+
+def _named(path: Path, origin: str) -> tuple[KernelSpec, ...]:
+    """The kernels of a spec.toml, a kernel folder, or a folder of kernel folders."""
+    if path.name == "spec.toml" and path.is_file():
+        return (read_spec(path.parent, origin),)
+    if (path / "spec.toml").is_file():
+        return (read_spec(path, origin),)
+    if found := _in_folder(path, origin):
+        return found
+    what = "holds neither spec.toml nor <kernel>/spec.toml" if path.is_dir() else "is neither a folder nor a spec.toml"
+    raise SpecError(f"{origin}: {path} {what}. Name a spec.toml, a kernel folder, or a folder of kernel folders.")
+
+
+def _folder_of_module(name: str, origin: str) -> Path:
+    """The folder of a package, found without importing it. name: "package" or "package.folder"."""
+    package, *rest = name.split(".")
+    if not all(part.isidentifier() for part in (package, *rest)):
+        raise SpecError(f'{origin}: the value must be "package" or "package.folder" (no attribute, no extras).')
+    found = importlib.util.find_spec(package)
+    places: Iterator[Path] = (Path(place, *rest) for place in (found and found.submodule_search_locations) or ())
+    for folder in places:
+        if folder.is_dir():
+            return folder
+    raise SpecError(f"{origin}: there is no such folder in an installed package.")
+
+
+def read_spec(folder: Path, found_by: str = "") -> KernelSpec:
+    """The spec of one kernel folder. found_by: who named it, for messages and lists. Raises SpecError."""
     path = folder / "spec.toml"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -116,6 +184,7 @@ def read_spec(folder: Path) -> KernelSpec:
     if not kernel["module"].isidentifier():
         raise SpecError(f"{path}: kernel.module = {kernel['module']!r} must be a Python identifier.")
     _at_least(path, "kernel.version", kernel["version"], 0)
+    _within(path, folder / "torch-ext" / kernel["module"], folder)
     capabilities = _table(
         path, document, "capabilities", {field.name: _toml_type(field.type) for field in fields(Capabilities)}
     )
@@ -139,6 +208,7 @@ def read_spec(folder: Path) -> KernelSpec:
         capabilities=Capabilities(**capabilities),
         functions=functions,
         folder=folder.resolve(),
+        found_by=found_by or str(path),
     )
 
 
@@ -165,8 +235,8 @@ def _functions(path: Path, document: dict[str, Any]) -> tuple[KernelFunction, ..
         raise SpecError(f"{path}: [functions.forward] is missing; every kernel has a forward.")
     made = []
     for name in functions:
-        if not name.isidentifier():
-            raise SpecError(f"{path}: [functions.{name}]: {name!r} must be a Python identifier.")
+        if name not in _FUNCTIONS:
+            raise SpecError(f"{path}: [functions.{name}] is unknown; allowed: {', '.join(_FUNCTIONS)}.")
         table = _table(path, functions, name, {"max_packed_rows": int}, required=False, parent="functions.")
         made.append(KernelFunction(name, **table))
         _at_least(path, f"functions.{name}.max_packed_rows", made[-1].max_packed_rows, 0)
@@ -176,6 +246,14 @@ def _functions(path: Path, document: dict[str, Any]) -> tuple[KernelFunction, ..
 def _matches(path: Path, key: str, value: str, pattern: re.Pattern[str], allowed: str) -> None:
     if not pattern.fullmatch(value):
         raise SpecError(f"{path}: {key} = {value!r} must be {allowed}.")
+
+
+def _within(path: Path, inner: Path, folder: Path) -> None:
+    """A kernel's files are those of its folder: no link leads out of it."""
+    root = folder.resolve()
+    for each in (inner, *inner.rglob("*")):
+        if not each.resolve().is_relative_to(root):
+            raise SpecError(f"{path}: {each} leads out of the kernel's folder, to {each.resolve()}.")
 
 
 def _at_least(path: Path, key: str, value: int, lowest: int) -> None:
