@@ -27,7 +27,7 @@ TINY = {
     "head_dim": 128,
     "sliding_window": 256,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
 }
 
 
@@ -152,10 +152,10 @@ def test_table_json_and_exit_code(monkeypatch, tmp_path, changes, code, words):
 def test_a_small_model_of_two_layer_types():
     """Every layer is listed once a phase, under the mask that its type has."""
     told: list[str] = []
-    plan = make_plan(TINY, target="v6e", batch=2, prompt=1024, new_tokens=256, progress=told.append)
+    plan = make_plan(TINY, target="v6e", batch=2, prompt=4096, new_tokens=256, progress=told.append)
     assert plan.ok, plan
     assert not plan.failures and not plan.notes
-    assert plan.decode_position == 1152
+    assert plan.decode_position == 4224
     rows = {(row.phase, row.layers): row for row in plan.rows}
     sliding = tuple(f"layers.{index}.self_attn" for index in (0, 1))
     for phase in ("prefill", "decode"):
@@ -167,7 +167,7 @@ def test_a_small_model_of_two_layer_types():
         assert set(mine) == {sliding, ("layers.2.self_attn",)}
         windowed, full = mine[sliding], mine["layers.2.self_attn",]
         assert windowed.sees == ("a window of 256" if phase == "prefill" else "256 of 256 slots")
-        assert full.sees == ("causal" if phase == "prefill" else "1153 of 1280 slots")
+        assert full.sees == ("causal" if phase == "prefill" else "4225 of 4352 slots")
         for row in (windowed, full):
             assert row.route == f"range-attention.{'forward' if phase == 'prefill' else 'decode'}"
             assert row.on_kernel and not row.error and row.vmem_bytes > 0

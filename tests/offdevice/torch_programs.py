@@ -69,3 +69,43 @@ def breaks() -> Program:
 
 def fails_to_build() -> Program:
     raise ValueError("no such geometry")
+
+
+class _Attention(torch.nn.Module):
+    """One attention call on a padded batch, mask and all, as a transformers model makes it."""
+
+    def __init__(self, attention, mask, groups):
+        super().__init__()
+        self.attention, self.mask, self.num_key_value_groups = attention, mask, groups
+        self.is_causal = True
+
+    def forward(self, query, key, value, padding):
+        mask = self.mask(
+            batch_size=query.shape[0],
+            q_length=query.shape[2],
+            kv_length=key.shape[2],
+            attention_mask=padding,
+            allow_is_causal_skip=False,
+            device=query.device,
+        )
+        # Heads first again: the turned copy belongs to the projection that follows.
+        return self.attention(self, query, key, value, mask, scaling=0.1)[0].transpose(1, 2)
+
+
+def padded_attention(*, implementation, batch, q_heads, kv_heads, length, head_dim) -> Program:
+    """`implementation` "sdpa" or "tpu_attention"; causal, bfloat16."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    import tpu_kernels
+    from tpu_kernels.attention import tpu_attention
+    from tpu_kernels.masks import tpu_attention_mask
+
+    tpu_kernels.register()
+    pairs = {"sdpa": (sdpa_attention_forward, sdpa_mask), "tpu_attention": (tpu_attention, tpu_attention_mask)}
+    with torch.device("meta"):
+        query = torch.empty(batch, q_heads, length, head_dim, dtype=torch.bfloat16)
+        key = torch.empty(batch, kv_heads, length, head_dim, dtype=torch.bfloat16)
+        padding = torch.ones(batch, length, dtype=torch.bool)
+    module = _Attention(*pairs[implementation], q_heads // kv_heads)
+    return Program(module, (query, key, torch.empty_like(key), padding))
