@@ -198,6 +198,27 @@ def test_a_dtype_without_a_kernel_and_an_encoder():
 
 
 @pytest.mark.slow
+def test_an_encoder_with_a_decoder():
+    config = {
+        "model_type": "whisper", "vocab_size": 320, "d_model": 256, "encoder_layers": 2, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 448, "decoder_ffn_dim": 448,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    plan = make_plan(config, target="v6e", prompt=4, new_tokens=128)
+    assert plan.ok and not plan.failures, plan
+    calls = {(row.phase, row.layers): (row.query[2], row.key[2], row.sees) for row in plan.rows}
+    own, cross = ("model.decoder.layers.0.self_attn",), ("model.decoder.layers.0.encoder_attn",)
+    assert calls == {
+        ("prefill", tuple(f"model.encoder.layers.{layer}.self_attn" for layer in (0, 1))): (1500, 1500, "all 1500 keys"),
+        ("prefill", own): (4, 4, "causal"),
+        ("prefill", cross): (4, 1500, "all 1500 keys"),
+        ("decode", own): (1, 132, "69 of 132 slots"),
+        ("decode", cross): (1, 1500, "all 1500 keys"),
+    }
+    assert all(row.seconds for row in plan.rows)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_traced_is_told():
     broken = make_plan({"model_type": "no_such_model"}, target="v6e", prompt=8, new_tokens=8)
     assert not broken.ok and len(broken.failures) == 2

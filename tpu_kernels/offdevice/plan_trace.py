@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import attention, masks, ops, routing, tuning
 from ..reasons import REASONS
@@ -129,6 +129,8 @@ class _Recorder:
             mock.patch.object(attention, "_KV_BUCKET", 1),
             # torch cannot say whether autocast is on for "meta".
             mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),
+            # Read from values of position ids, which are not there: prompts of a plan are not packed.
+            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None),
         ):
             yield
 
