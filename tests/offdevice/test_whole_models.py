@@ -152,13 +152,18 @@ def rows(target: str, attention: str, folder: Path) -> list[Row]:
                     text = "\n".join(path.read_text() for path in emitted.modules)
                     length = geometry.prefill_length
                     square = module_text.score_tensors(text, length, length) if phase == "prefill" else {}
-                    expanded = module_text.expanded_kv(
-                        text,
-                        q_heads=geometry.q_heads,
-                        kv_heads=geometry.kv_heads,
-                        kv_len=length if phase == "prefill" else CACHE,
-                        head_dim=geometry.head_dim,
-                    )
+                    lengths = {length} if phase == "prefill" else {CACHE, geometry.config.get("sliding_window", CACHE)}
+                    expanded = [
+                        found
+                        for kv_len in sorted(lengths)
+                        for found in module_text.expanded_kv(
+                            text,
+                            q_heads=geometry.q_heads,
+                            kv_heads=geometry.kv_heads,
+                            kv_len=kv_len,
+                            head_dim=geometry.head_dim,
+                        )
+                    ]
                     compiled = emitter.compile(emitted.modules[0])
                 made.append(Row(name, phase, attention, target, emitted, compiled, square, expanded))
     return made
@@ -190,6 +195,8 @@ def test_whole_models(capsys, tmp_path):
     theirs = {(row.model, row.phase): row for row in tables[2]}
     llama = theirs["Llama-3-8B", "prefill"]
     assert llama.square and llama.expanded, "the search no longer finds what sdpa materialises"
+    for windowed in ("Mistral-7B", "Gemma-3-4B"):
+        assert len(theirs[windowed, "decode"].expanded) == 4, "K and V of each layer, in caches of a window or of all slots"
 
 
 @pytest.mark.slow
