@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .blocks import LANES, Blocks, choose_backward_blocks
-from .forward import LOG2E, NO_KEY, check_arguments, column, dot
+from .forward import NO_KEY, check_arguments, column, dot
 from .ranges import ALL_VALID, NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
 
 
@@ -101,8 +101,8 @@ def _gradients(
     )
     scalars = [x for x in bounds if x is not None]
 
-    # Rows along the lanes. lse in powers of two, and +inf where there is nothing to weigh, so that weights are 0 there.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    # Rows along the lanes. lse is +inf where there is nothing to weigh, so that weights are 0 there.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     stats = jnp.stack([by_block(lse, rows, rows, jnp.inf), by_block(delta, rows, rows)], axis=4)
     ranges = jnp.stack([by_block(starts, rows, rows), by_block(ends, rows, rows)], axis=2)
     operands = [q, k, v, do, stats, ranges]
@@ -216,15 +216,13 @@ def _gradients(
 def _weights(
     s: jax.Array, dp: jax.Array, lse: jax.Array, delta: jax.Array, scale: float, softcap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """From products q k and do v to the weights and the gradient of the products q k, which lacks the factor scale.
-
-    lse counts in powers of two.
-    """
+    """From products q k and do v to the weights and the gradient of the products q k, which lacks the factor scale."""
+    # Not powers of two with the factor folded into scale and lse: the larger numbers round worse, all alike in a row.
     if softcap:
         t = jnp.tanh(s * (scale / softcap))
-        p = jnp.exp2(t * (softcap * LOG2E) - lse)
+        p = jnp.exp(t * softcap - lse)
         return p, p * (dp - delta) * (1.0 - t * t)
-    p = jnp.exp2(s * (scale * LOG2E) - lse)
+    p = jnp.exp(s * scale - lse)
     return p, p * (dp - delta)
 
 
