@@ -1,5 +1,7 @@
 # Each target sets up everything it needs (tools/bootstrap). VENV= and PYTHON= choose the environment and its Python.
 .POSIX:
+# Two processes, a file's tests in one of them. The slow offdevice tests use two processes of their own, and print tables.
+PARALLEL = -n 2 --dist loadscope
 .PHONY: demo test test-all lint wheel clean
 
 demo:
@@ -9,10 +11,13 @@ lint:
 	@python=$$(tools/bootstrap) && tools/lint "$$python"
 
 test: lint
-	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow"
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow" $(PARALLEL)
 
-test-all: lint
-	@python=$$(tools/bootstrap) && "$$python" -m pytest
+test-slow:
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow $(PARALLEL) --ignore=tests/offdevice && \
+	"$$python" -m pytest -m slow tests/offdevice
+
+test-all: test test-slow
 
 wheel:
 	@python=$$(tools/bootstrap) && "$$python" -m pip wheel --no-deps --no-build-isolation -w dist .

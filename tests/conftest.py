@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the tensors are tiny, and two test processes share the machine
 
 
 def pytest_collection_modifyitems(items):
