@@ -256,6 +256,15 @@ def test_every_part_of_such_a_model_gets_dense_masks():
             assert masks.model_of(part()) in masks.DENSE_MODELS, part
 
 
+@pytest.mark.parametrize("model", sorted(masks.OWN_ATTENTION))
+def test_models_with_attention_of_their_own_get_the_mask_of_eager(model):
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[0, :2] = False
+    arguments = dict(batch_size=2, q_length=6, kv_length=6, attention_mask=padding, dtype=torch.float32)
+    got = masks.tpu_attention_mask(**arguments, config=config(model))
+    assert torch.equal(got, mu.eager_mask(**arguments)) and got.min() == torch.finfo(torch.float32).min
+
+
 def test_a_model_whose_code_nobody_has_read_gets_dense_masks():
     masks.dense_reasons.clear()
     strange = config_class("llama", "transformers_modules")("llama", None, None)
@@ -313,7 +322,7 @@ def test_no_other_model_of_this_release_computes_on_its_mask():
         found = set().union(*(mask_arithmetic(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)))
         scanned += 1
         model = path.parent.name
-        if found - HARMLESS.get(model, set()) and model not in masks.DENSE_MODELS:
+        if found - HARMLESS.get(model, set()) and model not in masks.DENSE_MODELS | masks.OWN_ATTENTION:
             unknown[model] = found
     assert scanned > 300
     assert not unknown, "look at these, then add them to masks.DENSE_MODELS, or to HARMLESS here"

@@ -42,12 +42,20 @@ KNOWN_RELEASES = ("5.22.", "5.23.", "5.24.")
 # Models (folders of transformers/models) whose code indexes or computes on the mask it is given: those need the dense one
 # (a test scans transformers for them).
 DENSE_MODELS = frozenset(
-    "axk2 beit big_bird bigbird_pegasus data2vec deepseek_v32 deepseek_v4 dots3_note falcon gemma4 gemma4_assistant "
+    "axk2 beit bigbird_pegasus bridgetower data2vec deepseek_v32 deepseek_v4 doge dots3_note gemma4 gemma4_assistant "
     "gemma4_unified gemma4_unified_assistant glm5_next glm_moe_dsa granite_speech5 hubert hy_v4 hy_v4_vl idefics2 idefics3 "
-    "imagegpt longformer luke minimax_m3_vl mistral_large4 moonshine musicgen_melody nemotron3_5_transcribe "
+    "minimax_m3_vl mistral_large4 moonshine musicgen_melody nemotron3_5_transcribe "
     "nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text seamless_m4t seamless_m4t_v2 sew siglip2 "
-    "smolvlm speech_to_text swin switch_transformers tvp unispeech unispeech_sat videoprism visual_bert wav2vec2 "
+    "smolvlm speech_to_text swin switch_transformers t5gemma2 unispeech unispeech_sat videoprism wav2vec2 "
     "wav2vec2_bert wav2vec2_conformer xlnet".split()
+)
+
+# Models whose own code adds the mask to the scores and never calls the attention interface: right only with the additive
+# mask that transformers builds for "eager".
+OWN_ATTENTION = frozenset(
+    "autoformer bark big_bird blip bloom bros canine clvp codegen convbert dab_detr falcon flava gpt_neo gpt_neox_japanese "
+    "gptj groupvit ibert imagegpt led lilt longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo perceiver "
+    "rembert roformer speecht5 squeezebert superglue table_transformer tapas trocr tvp vilt visual_bert vits xglm".split()
 )
 
 # Model types whose block ids number contiguous runs of tokens (an image each), read in their own code. Elsewhere equal
@@ -123,8 +131,24 @@ def tpu_attention_mask(
 
     Returns:
         None (plain causal or full attention without padding, where transformers allows the skip and it is exact), a range
-        mask (mask_encoding), or the dense bool [B, 1, Q, KV] mask of transformers' sdpa_mask.
+        mask (mask_encoding), or the dense bool [B, 1, Q, KV] mask of transformers' sdpa_mask; for OWN_ATTENTION models the
+        additive one of its eager_mask.
     """
+    if config is not None and model_of(config) in OWN_ATTENTION:
+        _record(f"model {model_of(config)} has attention code of its own, which adds its mask to the scores")
+        return masking_utils.eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            dtype=kwargs.get("dtype", torch.float32),
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+        )
     refusal = _refusal(config, attention_mask, use_vmap)
     scope = _Scope(batch_size, q_length, kv_length, q_offset, kv_offset, config, device)
     if refusal is None:
