@@ -161,7 +161,7 @@ def check(call: Call) -> str:
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 def test_many_random_calls_are_right_on_any_route(call):
     check(call)
 

@@ -32,8 +32,7 @@ def test_each_length_and_head_size_once(index):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [40, 72, 128])
 @pytest.mark.parametrize("kv_len", [1, 129, 1000, 1500, 4992])
-@pytest.mark.parametrize("q_len", [1, 20, 257, 1500])
-def test_many_lengths(q_len, kv_len, dim):
-    check(q_len, kv_len, dim, causal=True)
+@pytest.mark.parametrize("q_len", [1, 20, 257])
+def test_long_keys(q_len, kv_len):
+    check(q_len, kv_len, dim=72, causal=True)
