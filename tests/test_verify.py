@@ -27,7 +27,7 @@ def few(monkeypatch):
 def test_the_whole_suite_passes():
     report = verify.verify()
     assert report.passed, [result for result in report.results if not result.passed]
-    assert len(report.results) == len(verify.parity_cases(large=report.device == "tpu")) + 8
+    assert len(report.results) == verify.checks(report.device)
 
 
 @pytest.mark.tpu
@@ -77,7 +77,7 @@ def test_a_check_that_raises_has_failed_and_the_rest_runs(few, monkeypatch):
 
     monkeypatch.setattr(attention, "_run_kernel", broken)
     report = verify.verify()
-    assert not report.passed and len(report.results) == 10
+    assert not report.passed and len(report.results) == 11
     assert all("Mosaic says no" in result.detail for result in report.results)
 
 

@@ -43,8 +43,13 @@ def read_mask(
     return starts, ends, bits.reshape(batch, -1)[:, :kv_len]
 
 
-def facing_torch(function: KernelFunction, *, interpret: bool, results: int = 1) -> Callable[..., Any]:
-    """A forward function behind its op's flat signature: tensors first, then statics (torch_tpu's jax_op rules)."""
+def facing_torch(
+    function: KernelFunction, *, interpret: bool, results: int = 1, ranges: bool = True
+) -> Callable[..., Any]:
+    """A forward function behind its op's flat signature: tensors first, then statics (torch_tpu's jax_op rules).
+
+    ranges: whether the function takes row ranges; one that does not is told `causal` instead.
+    """
 
     def call(
         q: jax.Array,
@@ -61,7 +66,10 @@ def facing_torch(function: KernelFunction, *, interpret: bool, results: int = 1)
         block_kv: int,
         vmem_bytes: int,
     ) -> Any:
-        starts, ends, key_valid = read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity)
+        starts, ends, key_valid, more = None, None, None, {"causal": causal}
+        if ranges:
+            starts, ends, key_valid = read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity)
+            more = {}
         return function(
             q,
             k,
@@ -77,6 +85,7 @@ def facing_torch(function: KernelFunction, *, interpret: bool, results: int = 1)
             precision=precision,
             vmem_bytes=vmem_bytes,
             interpret=interpret,
+            **more,
         )
 
     call.__annotations__ = _annotations(call, results)

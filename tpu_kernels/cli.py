@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import io
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import cli_hub, cli_plan
+from . import cli_hub, cli_plan, cli_verify
 from .specs import SpecError
 
 app = typer.Typer(
@@ -88,11 +87,24 @@ app.command()(cli_plan.plan)
 
 @app.command()
 def verify(
+    kernel: Annotated[
+        str,
+        typer.Argument(
+            metavar="[KERNEL]",
+            help="Check this kernel alone: an installed one, a kernel folder, or a Hub repository ORG/REPO[@vN or @COMMIT].",
+        ),
+    ] = "",
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Also write the report, with a plot, to this file.")] = None,
 ) -> None:
-    """Check the kernels on this machine's TPU, or emulated on CPU: numbers, invariances, known answers. Exit code 1 if
-    a check fails."""
+    """Check kernels on this machine's TPU, or emulated on CPU: numbers, invariances, known answers.
+
+    Exit code 1 if a check fails, or if the named kernel takes none of the calls. With a kernel named, calls that its
+    spec.toml does not promise are refused and not checked, and the report ends with what the kernel may claim. A Hub
+    repository is loaded only if its publisher is trusted, or allowed by TPU_KERNELS_TRUST.
+
+    Example: tpu-kernels verify my-kernel/ --html report.html
+    """
     if html is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint="--html")
@@ -100,33 +112,54 @@ def verify(
             raise typer.BadParameter(f"{html.resolve().parent} is not a folder", param_hint="--html")
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from .verify import find_device, parity_cases, write_html
+    from . import hub, lookup
+    from .verify import checks, find_device, write_html
     from .verify import verify as run
 
     device, what = find_device()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"Checking, {what}", total=len(parity_cases(device == "tpu")) + 8)
-        report = run(lambda result: progress.update(task, advance=1, description=f"Checking, {what}: {result.name}"))
-    table = Table(title=f"tpu-kernels verify, {what}", title_justify="left", box=None, pad_edge=False)
-    for heading in ("", "kind", "check", "error", "allowed", "SDPA", "detail"):
-        table.add_column(heading, overflow="fold")
-    for result in report.results:
-        numbers = ("" if math.isnan(x) else f"{x:.1e}" for x in (result.error, result.allowed, result.sdpa_error))
-        mark = "[green]pass[/]" if result.passed else "[red]FAIL[/]"
-        table.add_row(mark, result.group, escape(result.name), *numbers, escape(result.detail))
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    failed = sum(not result.passed for result in report.results)
-    summary = f"{len(report.results) - failed} passed, {failed} failed, {what}"
+    try:
+        spec = lookup.find(kernel) if kernel else None
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(f"Checking, {what}", total=checks(device))
+            report = run(
+                lambda result: progress.update(task, advance=1, description=f"Checking, {what}: {result.name}"), spec
+            )
+    except (SpecError, hub.KernelLoadError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    told = cli_verify.tables(report)
     if as_json:
         print(report.to_json())
     else:
-        Console().print(table, versions, summary)
+        Console().print(*told, sep="\n")
     if html is not None:
         recorded = Console(record=True, file=io.StringIO(), width=140)
-        recorded.print(table, versions, summary)
+        recorded.print(*told, sep="\n")
         write_html(report, html, recorded.export_html())
     raise typer.Exit(not report.passed)
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and dashes.")],
+    org: Annotated[str, typer.Option(help="The Hub organisation or user that will publish the kernel.")] = "",
+    folder: Annotated[Path, typer.Option(help="Where to make the kernel's folder.")] = Path("."),
+) -> None:
+    """Write a new kernel folder with a small right Pallas kernel in it, to be changed from there.
+
+    It passes `tpu-kernels verify` as it is. Nothing that exists is overwritten. docs/publish-a-kernel.md goes on from here.
+
+    Example: tpu-kernels init my-attention --org my-org && tpu-kernels verify my-attention/
+    """
+    from .scaffold import ScaffoldError, write_kernel
+
+    try:
+        made = write_kernel(name, folder, org)
+    except (ScaffoldError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"{made}\nnext: tpu-kernels verify {made}/")
 
 
 def main() -> None:

@@ -134,23 +134,24 @@ def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    return bridge.emulated(_torch_facing(function)(getattr(kernel.module, function), interpret=True))
+    return bridge.emulated(_torch_facing(spec, function)(getattr(kernel.module, function), interpret=True))
 
 
 def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    facing = _torch_facing(function)(getattr(kernel.module, function), interpret=False)
+    facing = _torch_facing(spec, function)(getattr(kernel.module, function), interpret=False)
     return bridge.on_tpu(facing, f"{NAMESPACE}_jax::{op_name(spec.name, function)}")
 
 
-def _torch_facing(function: str) -> Callable[..., Callable[..., Any]]:
+def _torch_facing(spec: KernelSpec, function: str) -> Callable[..., Callable[..., Any]]:
     from . import bridge
 
     if function == "backward":
         return bridge.backward_facing_torch
-    return functools.partial(bridge.facing_torch, results=2 if function == "forward_with_lse" else 1)
+    results = 2 if function == "forward_with_lse" else 1
+    return functools.partial(bridge.facing_torch, results=results, ranges=spec.capabilities.takes_ranges)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:

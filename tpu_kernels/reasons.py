@@ -45,8 +45,14 @@ _ALL = (
         "The mask is not a row range, so each query-key pair is given by its own element.",
         "Masks built by transformers' own builders become ranges; see explain() for the mask's own reason.",
     ),
+    Reason(
+        "range_mask",
+        "The mask limits rows to ranges of keys (padding, a window, a cache longer than the queries), which the kernel "
+        "does not take.",
+    ),
     Reason("mask_batch", "The range mask has another batch size than the query."),
-    Reason("head_dim", "The head dimension is larger than the kernel supports."),
+    Reason("head_dim", "The head dimension is not one that the kernel supports."),
+    Reason("length", "The number of queries or keys is not one that the kernel supports."),
     Reason("v_head_dim", "Query and value head dimensions differ and the kernel needs them equal."),
     Reason("gqa", "Query and key heads differ in number and the kernel needs them equal."),
     Reason("softcap", "The kernel has no logit softcap."),

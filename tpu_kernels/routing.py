@@ -81,11 +81,19 @@ def refusal(request: AttentionRequest, spec: KernelSpec) -> str | None:
         return "position_bias"
     mask = "none" if request.mask == "causal" else request.mask
     if mask not in can.masks:
-        return "dense_mask"
+        return "dense_mask" if mask in ("dense_bool", "dense_float") else "range_mask"
     if request.mask_batch != 0 and request.mask_batch != request.batch:
         return "mask_batch"
     if request.head_dim > can.max_head_dim or request.v_head_dim > can.max_head_dim:
         return "head_dim"
+    unit = can.head_dim_multiple
+    if unit > 1 and (request.head_dim % unit or request.v_head_dim % unit):
+        return "head_dim"
+    unit = can.length_multiple  # where there is none, symbolic lengths under torch.compile get no guard
+    if unit > 1 and (request.q_len % unit or request.kv_len % unit):
+        return "length"
+    if can.max_kv_len and request.kv_len > can.max_kv_len:
+        return "length"
     if request.head_dim != request.v_head_dim and not can.v_head_dim_may_differ:
         return "v_head_dim"
     if request.q_heads != request.kv_heads and not can.gqa:

@@ -12,19 +12,19 @@ import importlib.util
 import os
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_MASKS = ("none", "ranges", "ranges+validity", "dense_bool", "dense_float")
+_MASKS = ("none", "ranges", "ranges+validity")
 _DEVICES = ("tpu", "cpu")
 _FUNCTIONS = ("forward", "decode", "forward_with_lse", "backward")
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # kernel-builder's rule for kernel names, a Hub repository, and a full commit id.
-_KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 VARIABLE = "TPU_KERNELS_SPECS"
 ENTRY_POINTS = "tpu_kernels.specs"
@@ -50,7 +50,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Which requests a kernel does exactly. See AttentionRequest for the terms."""
+    """Which requests a kernel does exactly. See AttentionRequest for the terms.
+
+    masks: "none" covers calls without a mask, full and causal ones. A kernel without "ranges" gets no ranges: its functions
+    are called with starts = ends = key_valid = None and one more keyword, `causal`.
+    length_multiple: of q_len and of kv_len. head_dim_multiple: of head_dim and of v_head_dim. max_kv_len: 0 is no bound.
+    """
 
     dtypes: tuple[str, ...]
     masks: tuple[str, ...]
@@ -64,6 +69,14 @@ class Capabilities:
     gradients: bool
     devices: tuple[str, ...]
     generations: tuple[str, ...]
+    length_multiple: int = 1
+    head_dim_multiple: int = 1
+    max_kv_len: int = 0
+
+    @property
+    def takes_ranges(self) -> bool:
+        """Whether the kernel's functions are given row ranges."""
+        return "ranges" in self.masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +193,14 @@ def read_spec(folder: Path, found_by: str = "") -> KernelSpec:
         raise SpecError(f"{path} is not valid TOML: {error}") from error
     _known(path, "the file", document, {"kernel", "source", "capabilities", "functions"})
     kernel = _table(path, document, "kernel", {"name": str, "module": str, "version": int, "summary": str})
-    _matches(path, "kernel.name", kernel["name"], _KERNEL_NAME, "lower-case letters, digits and dashes")
+    _matches(path, "kernel.name", kernel["name"], KERNEL_NAME, "lower-case letters, digits and dashes")
     if not kernel["module"].isidentifier():
         raise SpecError(f"{path}: kernel.module = {kernel['module']!r} must be a Python identifier.")
     _at_least(path, "kernel.version", kernel["version"], 0)
     _within(path, folder / "torch-ext" / kernel["module"], folder)
-    capabilities = _table(
-        path, document, "capabilities", {field.name: _toml_type(field.type) for field in fields(Capabilities)}
-    )
+    types = {field.name: _toml_type(field.type) for field in fields(Capabilities)}
+    may_lack = [field.name for field in fields(Capabilities) if field.default is not MISSING]
+    capabilities = _table(path, document, "capabilities", types, may_lack=may_lack)
     for key, allowed in (
         ("dtypes", _DTYPES), ("masks", _MASKS), ("devices", _DEVICES), ("generations", _GENERATIONS)
     ):  # fmt: skip
@@ -197,8 +210,19 @@ def read_spec(folder: Path, found_by: str = "") -> KernelSpec:
             if value not in allowed:
                 raise SpecError(f"{path}: capabilities.{key} has {value!r}; allowed: {', '.join(allowed)}.")
         capabilities[key] = tuple(capabilities[key])
-    _at_least(path, "capabilities.max_head_dim", capabilities["max_head_dim"], 1)
+    for key, lowest in (("max_head_dim", 1), ("length_multiple", 1), ("head_dim_multiple", 1), ("max_kv_len", 0)):
+        _at_least(path, f"capabilities.{key}", capabilities.get(key, lowest), lowest)
+    for key in ("dropout", "position_bias"):
+        if capabilities[key]:
+            raise SpecError(f"{path}: capabilities.{key} = true, but kernels are not handed any; it must be false.")
+    if "none" not in capabilities["masks"]:
+        raise SpecError(f'{path}: capabilities.masks lacks "none"; every kernel takes calls without a mask.')
     functions = _functions(path, document)
+    if "ranges" not in capabilities["masks"]:
+        if "ranges+validity" in capabilities["masks"]:
+            raise SpecError(f'{path}: capabilities.masks has "ranges+validity" and needs "ranges" too.')
+        if len(functions) > 1:
+            raise SpecError(f'{path}: [functions.{functions[-1].name}] needs "ranges" in capabilities.masks.')
     lacking = {"forward_with_lse", "backward"} - {function.name for function in functions}
     if capabilities["gradients"] and lacking:
         raise SpecError(f"{path}: capabilities.gradients = true needs [functions.{min(lacking)}].")
@@ -221,7 +245,7 @@ def _source(path: Path, document: dict[str, Any]) -> Source:
     if source.revision:
         _matches(path, "source.revision", source.revision, COMMIT, "a full commit id, 40 or 64 hexadecimal digits")
     if source.hub:
-        _matches(path, "source.hub", source.hub, _REPOSITORY, 'a Hub repository, "org/name"')
+        _matches(path, "source.hub", source.hub, REPOSITORY, 'a Hub repository, "org/name"')
         if not (source.revision or source.version):
             raise SpecError(
                 f"{path}: source.hub = {source.hub!r} needs a pin: source.revision (a commit) or source.version."
@@ -277,16 +301,17 @@ def _table(
     types: dict[str, type],
     *,
     required: bool = True,
+    may_lack: Collection[str] = (),
     parent: str = "",
 ) -> dict[str, Any]:
-    """Table `name` of `document` with values of the given types. required: every key must be there."""
+    """Table `name` of `document` with values of the given types. required: every key not in may_lack must be there."""
     table = document.get(name, {})
     if not isinstance(table, dict):
         raise SpecError(f"{path}: {parent}{name} = {table!r} must be a table, [{parent}{name}].")
     _known(path, f"[{parent}{name}]", table, set(types))
     for key, kind in types.items():
         if key not in table:
-            if required:
+            if required and key not in may_lack:
                 raise SpecError(f"{path}: [{parent}{name}] lacks {key} ({kind.__name__}).")
             continue
         if type(table[key]) is not kind:

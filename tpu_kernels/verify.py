@@ -1,10 +1,13 @@
-"""A self-check of the installed kernels on this machine's device: parity with SDPA, invariances, known answers.
+"""A self-check of kernels on this machine's device: parity with SDPA, invariances, known answers.
 
 `tpu-kernels verify` and `python -m tpu_kernels.verify` run it. On a TPU host everything runs on the TPU; elsewhere the
 kernels are emulated on CPU, and the report says so.
 
 The rule: the largest error against float64 is at most twice that of SDPA in the same dtype on the same inputs and device,
 plus one unit in the last place of the largest output (SDPA may be exact by chance).
+
+With one kernel named, calls go to it alone; what its spec.toml does not promise is told as refused, and the report says
+what the kernel may claim.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from typing import Any
 
 import torch
 
-from . import fallback, masks
-from .attention import LEDGER, tpu_attention
+from . import fallback, hub, masks
+from .attention import LEDGER, make_known, tpu_attention
+from .reasons import REASONS
+from .specs import KernelSpec
 
 _VERSIONS = ("tpu-kernels", "torch", "torch_tpu", "transformers", "kernels", "jax", "jaxlib", "libtpu", "numpy")
 # Two orders of summation of values of order 1 in float32 differ by no more than this.
@@ -35,7 +40,10 @@ _ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention call. pads: keys hidden at the start of each batch element; window, softcap, sinks: 0/False for none."""
+    """One attention call. pads: keys hidden at the start of each batch element; window, softcap, sinks: 0/False for none.
+
+    holes: every so-many-th key is hidden by validity, 0 for none. masked: whether the call carries a mask at all.
+    """
 
     name: str
     batch: int = 2
@@ -52,11 +60,31 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     magnitude: float = 1.0
+    holes: int = 0
+    masked: bool = True
+
+    def asks_for(self) -> frozenset[str]:
+        """What a kernel that does this case right has shown to do, as `Claims` names it."""
+        features = {
+            f"dtype {self.dtype}": True,
+            "mask none": not self.masked,
+            "mask ranges": self.masked and not self.holes,
+            "mask ranges+validity": self.holes > 0,
+            "gqa": self.q_heads != self.kv_heads,
+            "v_head_dim_may_differ": self.v_head_dim not in (0, self.head_dim),
+            "softcap": self.softcap > 0,
+            "sinks": self.sinks,
+            "any length": bool(self.q_len % 128 or self.kv_len % 128),
+        }
+        return frozenset(name for name, asked in features.items() if asked)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of one check. error and allowed are absolute, in the unit of the output; NaN where a check has no error."""
+    """Outcome of one check. error and allowed are absolute, in the unit of the output; NaN where a check has no error.
+
+    refused: the reason code with which the kernel's spec.toml refused the call; then nothing was checked.
+    """
 
     group: str
     name: str
@@ -65,20 +93,46 @@ class Result:
     error: float = math.nan
     allowed: float = math.nan
     sdpa_error: float = math.nan
+    refused: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claims:
+    """What the checks have shown that a kernel does exactly, in the words of spec.toml.
+
+    any_length: also lengths that are no multiple of 128. unproved: what the kernel's spec.toml says and no check has shown.
+    """
+
+    dtypes: tuple[str, ...]
+    masks: tuple[str, ...]
+    max_head_dim: int
+    gqa: bool
+    v_head_dim_may_differ: bool
+    softcap: bool
+    sinks: bool
+    gradients: bool
+    any_length: bool
+    unproved: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All results, and what they were obtained on. `what` is "on TPU v6e" or "emulated on CPU"."""
+    """All results, and what they were obtained on. `what` is "on TPU v6e" or "emulated on CPU".
+
+    kernel, claims: the name of the one kernel that was checked, and what it may claim; "" and None for all installed ones.
+    """
 
     what: str
     device: str
     versions: dict[str, str]
     results: tuple[Result, ...]
+    kernel: str = ""
+    claims: Claims | None = None
 
     @property
     def passed(self) -> bool:
-        return bool(self.results) and all(result.passed for result in self.results)
+        checked = [result for result in self.results if not result.refused]
+        return bool(checked) and all(result.passed for result in checked)
 
     def to_json(self) -> str:
         made = datetime.datetime.now(datetime.UTC).isoformat()
@@ -111,7 +165,13 @@ def parity_cases(large: bool) -> list[Case]:
         Case("decode bfloat16", q_len=1, kv_len=256, q_heads=8, pads=(11, 0)),
         Case("decode, several rows", q_len=5, kv_len=200, window=64, dtype="float32"),
         Case("keys all alike", magnitude=0.0, q_len=129, kv_len=129),
+        Case("holes in the padding", holes=3, pads=(4, 0), dtype="float32"),
     ]
+    cases += [
+        Case(f"no mask, {'causal' if causal else 'full'} {dtype} D{dim}", head_dim=dim, q_len=256, kv_len=256, causal=causal,
+             dtype=dtype, masked=False)
+        for causal, dtype, dim in ((True, "float32", 64), (True, "bfloat16", 128), (False, "float32", 128))
+    ]  # fmt: skip
     if large:
         cases += [
             Case(f"causal {dtype} S{length} D{dim}", 1, 4, 2, length, length, dim, dtype=dtype)
@@ -122,16 +182,21 @@ def parity_cases(large: bool) -> list[Case]:
     return cases
 
 
-class Suite:
-    """Runs the checks on one device ("tpu" or "cpu")."""
+class _Refused(Exception):
+    """The kernel's spec.toml does not promise to do the call; args[0] is the reason code."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+
+class Suite:
+    """Runs the checks on one device ("tpu" or "cpu"), for the kernel of that name or for whichever takes the call."""
+
+    def __init__(self, device: str, kernel: str = "") -> None:
+        self.device, self.kernels = device, (kernel,) if kernel else None
 
     def run(self, large: bool) -> Iterator[Result]:
         """Every check, one after another."""
         for case in parity_cases(large):
             yield _guarded("parity", case.name, functools.partial(self.parity, case))
+        yield _guarded("parity", "gradients", self.gradients)
         for check in (self.same_bits_twice, self.batch_order, self.batch_size, self.padding, self.chunks):
             yield _guarded("invariance", check.__name__, check)
         for check in (self.one_hot_window, self.hidden_keys_are_not_read, self.grouped_heads):
@@ -143,17 +208,23 @@ class Suite:
         with torch.no_grad():
             q, k, v, mask, sinks = (None if each is None else each.to(self.device) for each in (q, k, v, mask, sinks))
             out, _ = tpu_attention(
-                torch.nn.Identity(), q, k, v, mask, softcap=case.softcap or None, s_aux=sinks, is_causal=case.causal
-            )
+                torch.nn.Identity(), q, k, v, mask, softcap=case.softcap or None, s_aux=sinks, is_causal=case.causal,
+                kernels=self.kernels,
+            )  # fmt: skip
+        self._check_route(case)
+        return out.cpu()
+
+    def _check_route(self, case: Case) -> None:
         (row,) = LEDGER.explain({}, ()).rows
+        if self.kernels and row.reason not in ("kernel", "disabled"):
+            raise _Refused(row.reason)
         if row.reason != "kernel":
             raise RuntimeError(f"{case.name}: ran on {row.route} ({row.reason}), not on a kernel")
-        return out.cpu()
 
     def parity(self, case: Case) -> Result:
         """The kernel against float64, and SDPA (eager for softcap and sinks) against the same."""
         q, k, v, sinks, visible, mask = make(case)
-        got = self.attention(case, q, k, v, mask, sinks)
+        got = self.attention(case, q, k, v, mask if case.masked else None, sinks)
         exact = reference(case, q, k, v, visible, sinks)
         moved = [each.to(self.device) for each in (q, k, v, visible)]
         scale = case.head_dim**-0.5
@@ -169,6 +240,45 @@ class Suite:
         error = _distance(got, exact)
         allowed = 2 * peer_error + torch.finfo(q.dtype).eps * float(exact.abs().max())
         return Result("parity", case.name, error <= allowed, _not_a_number(error), error, allowed, peer_error)
+
+    def gradients(self) -> Result:
+        """The gradients of q, k, v against float64, and SDPA's against the same."""
+        case = Case("gradients", pads=(5, 0), q_len=72, kv_len=72, dtype="float32")
+        q, k, v, _, visible, mask = make(case)
+        shape = (case.batch, case.q_len, case.q_heads, case.head_dim)
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+        def gradients(attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+            learned = [each.detach().requires_grad_() for each in inputs]
+            out = attend(*learned)
+            (out * weights.to(out)).sum().backward()
+            return [each.grad.cpu() for each in learned if each.grad is not None]
+
+        def ours(*inputs: torch.Tensor) -> torch.Tensor:
+            LEDGER.clear()
+            q, k, v = inputs
+            out, _ = tpu_attention(torch.nn.Identity(), q, k, v, mask.to(self.device), kernels=self.kernels)
+            self._check_route(case)
+            return out
+
+        def sdpa(*inputs: torch.Tensor) -> torch.Tensor:
+            q, k, v = inputs
+            seen = visible.to(self.device)
+            return fallback.sdpa(q, k, v, seen, causal=False, scale=case.head_dim**-0.5).transpose(1, 2)
+
+        def formula(*inputs: torch.Tensor) -> torch.Tensor:
+            q, k, v = inputs
+            return reference(case, q, k, v, visible, None)
+
+        moved = [each.to(self.device) for each in (q, k, v)]
+        exact = gradients(formula, q.double(), k.double(), v.double())
+        got, peers = gradients(ours, *moved), gradients(sdpa, *moved)
+        errors, peer_errors = ([_distance(a, b) for a, b in zip(made, exact, strict=True)] for made in (got, peers))
+        eps = torch.finfo(q.dtype).eps
+        limits = [2 * peer + eps * float(want.abs().max()) for peer, want in zip(peer_errors, exact, strict=True)]
+        worst = max(range(3), key=lambda i: errors[i] / limits[i])
+        return Result("parity", case.name, errors[worst] <= limits[worst], f"worst: d{'qkv'[worst]}", errors[worst],
+                      limits[worst], peer_errors[worst])  # fmt: skip
 
     def same_bits_twice(self) -> Result:
         case = Case("same input, same bits", q_len=129, kv_len=129, pads=(5, 0))
@@ -246,6 +356,9 @@ def _guarded(group: str, name: str, check: Callable[[], Result]) -> Result:
     """A check that raises has failed, and the others still run."""
     try:
         return check()
+    except _Refused as refusal:
+        code = refusal.args[0]
+        return Result(group, name, False, f"not claimed: {REASONS[code].sentence}", refused=code)
     except Exception as error:  # noqa: BLE001  # compilers and runtimes raise all kinds; the text goes into the report
         return Result(group, name, False, f"{type(error).__name__}: {error}")
 
@@ -269,7 +382,11 @@ def make(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
         starts = torch.maximum(starts, position - case.window + 1)
     keys = torch.arange(case.kv_len)
     visible = ((keys >= starts[..., None]) & (keys < ends[..., None]))[:, None]
-    return q, k, v, sinks, visible, masks.encode_ranges(starts, ends, None, case.kv_len)
+    valid = None
+    if case.holes:
+        valid = (keys % case.holes != 1).expand(case.batch, case.kv_len)
+        visible = visible & valid[:, None, None]
+    return q, k, v, sinks, visible, masks.encode_ranges(starts, ends, valid, case.kv_len)
 
 
 def reference(case: Case, q: Any, k: Any, v: Any, visible: torch.Tensor, sinks: Any) -> torch.Tensor:
@@ -315,15 +432,68 @@ def find_device() -> tuple[str, str]:
         return "tpu", f"on {torch.tpu.get_device_name()}"  # type: ignore[attr-defined]
 
 
-def verify(progress: Callable[[Result], None] = lambda result: None) -> Report:
+def checks(device: str) -> int:
+    """How many checks the suite has on `device`."""
+    return len(parity_cases(device == "tpu")) + 9
+
+
+def claims(results: tuple[Result, ...], device: str, declared: KernelSpec) -> Claims:
+    """What a kernel may claim: what some case showed and no case put in doubt.
+
+    A case that failed puts in doubt those of its features that no case has shown, and all of them if every one was shown.
+    """
+    by_name = {result.name: result for result in results if result.group == "parity"}
+    cases = [case for case in parity_cases(device == "tpu") if not by_name[case.name].refused]
+    right = [case for case in cases if by_name[case.name].passed]
+    wrong = [case for case in cases if not by_name[case.name].passed]
+    shown: frozenset[str] = frozenset().union(*(case.asks_for() for case in right))
+    doubtful: frozenset[str] = frozenset().union(
+        *(case.asks_for() if case.asks_for() <= shown else () for case in wrong)
+    )
+    proved = shown - doubtful
+    dims = sorted({max(case.head_dim, case.v_head_dim) for case in right})
+    too_large = [case.head_dim for case in wrong if case.head_dim not in dims]
+    can = declared.capabilities
+    made = Claims(
+        dtypes=tuple(each for each in ("float32", "bfloat16") if f"dtype {each}" in proved),
+        masks=tuple(each for each in ("none", "ranges", "ranges+validity") if f"mask {each}" in proved),
+        max_head_dim=max((dim for dim in dims if all(dim < other for other in too_large)), default=0) if proved else 0,
+        gqa="gqa" in proved,
+        v_head_dim_may_differ="v_head_dim_may_differ" in proved,
+        softcap="softcap" in proved,
+        sinks="sinks" in proved,
+        gradients=by_name["gradients"].passed,
+        any_length="any length" in proved,
+    )
+    unproved = [f"dtype {each}" for each in can.dtypes if each not in made.dtypes]
+    unproved += [f"mask {each}" for each in can.masks if each not in made.masks]
+    unproved += [
+        each for each in ("gqa", "v_head_dim_may_differ", "softcap", "sinks", "gradients")
+        if getattr(can, each) and not getattr(made, each)
+    ]  # fmt: skip
+    if can.length_multiple == 1 and not made.any_length:
+        unproved.append("lengths that are no multiple of 128")
+    return dataclasses.replace(made, unproved=tuple(unproved))
+
+
+def verify(progress: Callable[[Result], None] = lambda result: None, kernel: KernelSpec | None = None) -> Report:
     """Run the whole suite on this machine's device. Clears the counts behind `explain()`.
 
+    Args:
+        progress: called with each result.
+        kernel: check this kernel alone; by default whichever installed kernel takes each call, and all calls must be taken.
+
     Raises:
-        hub.KernelLoadError: when the kernel cannot be loaded.
+        hub.KernelLoadError: when `kernel` cannot be loaded.
+        specs.SpecError: when its name is that of another kernel.
     """
     device, what = find_device()
+    if kernel is not None:
+        make_known(kernel)
+        hub.load_kernel(kernel)
+    subject = "" if kernel is None else kernel.name
     results = []
-    for result in Suite(device).run(large=device == "tpu"):
+    for result in Suite(device, subject).run(large=device == "tpu"):
         results.append(result)
         progress(result)
     LEDGER.clear()
@@ -333,7 +503,8 @@ def verify(progress: Callable[[Result], None] = lambda result: None) -> Report:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return Report(what, device, versions, tuple(results))
+    claimed = None if kernel is None else claims(tuple(results), device, kernel)
+    return Report(what, device, versions, tuple(results), subject, claimed)
 
 
 def write_html(report: Report, path: Path, table_html: str) -> None:
@@ -342,7 +513,7 @@ def write_html(report: Report, path: Path, table_html: str) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    parity = [result for result in report.results if result.group == "parity"]
+    parity = [result for result in report.results if result.group == "parity" and not result.refused]
     floor = 1e-9  # an exact result has no place on a logarithmic axis
     for label, marker, pick in (("kernel", "o", "error"), ("SDPA", "x", "sdpa_error"), ("allowed", "_", "allowed")):
         axes.scatter(
