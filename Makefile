@@ -13,11 +13,13 @@ lint:
 test: lint
 	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow" $(PARALLEL)
 
+# The slow proofs that fit the time of CI.
 test-slow:
-	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow $(PARALLEL) --ignore=tests/offdevice && \
-	"$$python" -m pytest -m slow tests/offdevice
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow tests/offdevice/test_compile_matrix.py
 
-test-all: test test-slow
+# Everything: about an hour on two cores.
+test-all: test
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow
 
 wheel:
 	@python=$$(tools/bootstrap) && "$$python" -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -329,7 +329,7 @@ def test_no_other_model_of_this_release_computes_on_its_mask():
 
 
 def test_an_unknown_release_gets_dense_masks(monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.31.0")
+    monkeypatch.setattr(masks.transformers, "__version__", "5.31.0")
     masks.dense_reasons.clear()
     check(mu.create_causal_mask, config(), 1, 4, ranges_expected=False, attention_mask=None)
     assert any("5.31.0" in reason for reason in masks.dense_reasons.as_dict())

@@ -147,15 +147,13 @@ def _settings() -> Iterator[Finding]:
 
 
 def _masks() -> Iterator[Finding]:
-    import transformers
-
     from . import masks
 
     if not masks.release_is_known():
         yield Finding(
             "note",
             "masks",
-            f"transformers {transformers.__version__} has not been compared: masks stay dense and run on SDPA",
+            f"transformers {masks.release()} has not been compared: masks stay dense and run on SDPA",
             f"Use a release that has been: {', '.join(masks.KNOWN_RELEASES)}x.",
         )
 

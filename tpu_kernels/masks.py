@@ -65,9 +65,14 @@ _CONTIGUOUS_BLOCKS = frozenset(
 )
 
 
+def release() -> str:
+    """The transformers release whose masks are read."""
+    return str(transformers.__version__)
+
+
 def release_is_known() -> bool:
     """Whether this transformers release is one whose masks have been compared; on others every mask stays dense."""
-    return transformers.__version__.startswith(KNOWN_RELEASES)
+    return release().startswith(KNOWN_RELEASES)
 
 
 def model_of(config: Any) -> str:

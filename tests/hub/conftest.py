@@ -34,6 +34,8 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "_loaded", {})
     monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
+    for name in [name for name in sys.modules if name.startswith(("_small_", "_range_attention_"))]:
+        monkeypatch.delitem(sys.modules, name)  # other tests of this process may have loaded the kernel
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

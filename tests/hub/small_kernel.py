@@ -26,7 +26,7 @@ summary = "For the tests"
 
 [capabilities]
 dtypes = ["float32"]
-masks = ["none"]
+masks = ["none", "ranges"]
 max_head_dim = 64
 gqa = true
 v_head_dim_may_differ = true
