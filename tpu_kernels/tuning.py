@@ -27,6 +27,16 @@ class Tuning:
     vmem_bytes: int = 0
 
 
+def attached_chip() -> str:
+    """torch_tpu's name of the attached TPU ("TPU v6e"), "" where there is none. No device is opened."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != "tpu":
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch_tpu calls get_device_name experimental
+        return str(torch.tpu.get_device_name())  # type: ignore[attr-defined]
+
+
 @functools.cache
 def generation() -> str:
     """The TPU generation that kernels are built for: TPU_KERNELS_TARGET, else the attached chip's, else ""."""
@@ -34,12 +44,7 @@ def generation() -> str:
         if target not in _VMEM_BYTES:
             raise ValueError(f"TPU_KERNELS_TARGET={target!r} is not one of {', '.join(_VMEM_BYTES)}.")
         return target
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != "tpu":
-        return ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch_tpu calls get_device_name experimental
-        return _GENERATIONS.get(torch.tpu.get_device_name(), "")  # type: ignore[attr-defined]
+    return _GENERATIONS.get(attached_chip(), "")
 
 
 @functools.cache

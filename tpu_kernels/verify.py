@@ -21,7 +21,6 @@ import io
 import json
 import math
 import platform
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from . import fallback, hub, masks
 from .attention import LEDGER, make_known, tpu_attention
 from .reasons import REASONS
 from .specs import KernelSpec
+from .tuning import attached_chip
 
 _VERSIONS = ("tpu-kernels", "torch", "torch_tpu", "transformers", "kernels", "jax", "jaxlib", "libtpu", "numpy")
 # Two orders of summation of values of order 1 in float32 differ by no more than this.
@@ -424,12 +424,8 @@ def _invariance(
 
 def find_device() -> tuple[str, str]:
     """(device, what results are to be called)."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != "tpu":
-        return "cpu", "emulated on CPU"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch_tpu calls get_device_name experimental
-        return "tpu", f"on {torch.tpu.get_device_name()}"  # type: ignore[attr-defined]
+    chip = attached_chip()
+    return ("tpu", f"on {chip}") if chip else ("cpu", "emulated on CPU")
 
 
 def checks(device: str) -> int:
