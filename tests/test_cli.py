@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from tpu_kernels import cli, doctor
+from tpu_kernels import cli, doctor, staging
 
 
 @pytest.fixture
@@ -124,8 +125,11 @@ def test_doctor_reports_a_kernel_that_does_not_load(clean, monkeypatch, tmp_path
 def test_list_names_functions_and_abilities():
     result = run("list")
     assert result.exit_code == 0, result.output
-    for text in ("range-attention", "forward", "decode", "GQA", "packaged copy"):
+    for text in ("range-attention", "forward", "decode", "grouped KV heads", "packaged with tpu-kernels", "on request"):
         assert text in result.output
-    (spec,) = json.loads(run("list", "--json").output)
-    assert spec["name"] == "range-attention"
-    assert {"forward", "decode"} <= {function["name"] for function in spec["functions"]}
+    specs = {each["name"]: each for each in json.loads(run("list", "--json").output)}
+    assert [name for name, spec in specs.items() if not spec["on_request"]] == ["range-attention"]
+    assert {"forward", "decode"} <= {function["name"] for function in specs["range-attention"]["functions"]}
+    for name, spec in specs.items():
+        assert spec["loads_from"]["source"] == "packaged" and spec["loads_from"]["place"].endswith(name)
+        assert spec["loads_from"]["revision"] == staging.content_hash(Path(spec["folder"]))

@@ -93,6 +93,7 @@ BAD = [
     ("module no identifier", replaced('"my_kernel"', '"my-kernel.x"'), ["kernel.module", "'my-kernel.x'", "identifier"]),
     ("version a str", replaced("version = 1", 'version = "1"'), ["kernel.version", "'1'", "int"]),
     ("version a bool", replaced("version = 1", "version = true"), ["kernel.version", "True", "int"]),
+    ("on_request a str", replaced("version = 1", 'version = 1\non_request = "yes"'), ["kernel.on_request", "'yes'", "bool"]),
     ("version negative", replaced("version = 1", "version = -1"), ["kernel.version", "-1", "at least 0"]),
     ("capability missing", replaced("sinks = false\n", ""), ["[capabilities]", "sinks (bool)"]),
     ("unknown capability", replaced("sinks = false", "sinks = false\nfast = 1"), ["[capabilities]", "fast", "gqa"]),

@@ -428,7 +428,7 @@ def installed_specs(names: tuple[str, ...] | None = None) -> tuple[specs.KernelS
     """The kernels that calls may be routed to, in order of preference; their ops are defined with them.
 
     Args:
-        names: only these, in this order; by default all installed ones.
+        names: only these, in this order; by default all installed ones that are not on request.
 
     Raises:
         specs.SpecError: for a spec.toml that cannot be read, or a name that is not installed.
@@ -450,7 +450,7 @@ def _install() -> None:
     loaded = specs.load_specs()
     for spec in loaded:
         make_known(spec)
-    _by_default = tuple([spec.name for spec in loaded])
+    _by_default = tuple([spec.name for spec in loaded if not spec.on_request])
 
 
 def make_known(spec: specs.KernelSpec) -> None:

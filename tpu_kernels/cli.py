@@ -51,36 +51,6 @@ def doctor(
     raise typer.Exit(any(finding.level == "problem" for finding in findings))
 
 
-@app.command("list")
-def list_kernels(as_json: Json = False) -> None:
-    """Show the installed kernels: functions, what they can do, and where they come from."""
-    from .specs import load_specs
-
-    specs = load_specs()
-    if as_json:
-        print(json.dumps([dataclasses.asdict(spec) for spec in specs], indent=2, default=str))
-        return
-    console = Console()
-    for spec in specs:
-        can = spec.capabilities
-        table = Table(title=f"{spec.name}, version {spec.version}", title_justify="left", show_header=False, box=None)
-        features = {
-            "GQA": can.gqa, "softcap": can.softcap, "sinks": can.sinks, "Dv != D": can.v_head_dim_may_differ,
-            "gradients": can.gradients, "dropout": can.dropout, "position bias": can.position_bias,
-        }  # fmt: skip
-        table.add_row("", spec.summary)
-        table.add_row("functions", ", ".join(function.name for function in spec.functions))
-        table.add_row("does", ", ".join(name for name, able in features.items() if able))
-        table.add_row("does not", ", ".join(name for name, able in features.items() if not able))
-        table.add_row("masks", ", ".join(can.masks))
-        table.add_row("dtypes", f"{', '.join(can.dtypes)}; head dimensions to {can.max_head_dim}")
-        table.add_row("TPU", ", ".join(can.generations))
-        source = spec.source
-        pin = source.revision or (f"version {source.version}" if source.version else "")
-        table.add_row("source", f"{source.hub} at {pin}" if source.hub else f"packaged copy, {spec.folder}")
-        console.print(table)
-
-
 cli_hub.register(app)
 app.command()(cli_plan.plan)
 

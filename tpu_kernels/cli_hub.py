@@ -1,13 +1,15 @@
-"""The commands `tpu-kernels prefetch` and `tpu-kernels lock`."""
+"""The commands `tpu-kernels list`, `prefetch` and `lock`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import hub, locks
@@ -17,6 +19,62 @@ Names = Annotated[
     list[str] | None, typer.Argument(metavar="[KERNEL]...", help="Names of kernels, or kernel folders with a spec.toml.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def list_kernels(as_json: Json = False) -> None:
+    """Show the installed kernels: where each comes from, at which revision, and what it can do.
+
+    Nothing is downloaded or run, and the Hub is not asked: for a version of a Hub repository the revision is the commit that
+    was seen last. Kernels "on request" take only calls that name them: register(name, kernels=...). "compiles for" is what
+    the kernel's spec.toml says; for the packaged kernels it is tested. Exit code 1 if a kernel's source cannot be told.
+
+    Example: tpu-kernels list --json | jq '.[] | {name, revision: .loads_from.revision}'
+    """
+    columns, rows = [], []
+    for spec in load_specs():
+        try:
+            place: dict[str, object] = dataclasses.asdict(hub.whereabouts(spec))
+        except hub.KernelLoadError as error:
+            place = {"error": str(error)}
+        columns.append(_features(spec, place))
+        rows.append(dataclasses.asdict(spec) | {"loads_from": place})
+    if as_json:
+        print(json.dumps(rows, indent=2, default=str))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", *(spec["name"] for spec in rows)):
+            table.add_column(heading, overflow="fold")
+        for feature in columns[0]:
+            table.add_row(feature, *(escape(column[feature]) for column in columns))
+        Console().print(table)
+    raise typer.Exit(any("error" in row["loads_from"] for row in rows))
+
+
+def _features(spec: KernelSpec, place: dict[str, object]) -> dict[str, str]:
+    """One kernel's column of the table."""
+    can = spec.capabilities
+    able = {
+        "grouped KV heads": can.gqa, "Dv other than D": can.v_head_dim_may_differ, "softcap": can.softcap,
+        "sinks": can.sinks, "gradients": can.gradients, "dropout": can.dropout, "position bias": can.position_bias,
+    }  # fmt: skip
+    lengths = "any" if can.length_multiple == 1 else f"multiples of {can.length_multiple}"
+    dims = "any" if can.head_dim_multiple == 1 else f"multiples of {can.head_dim_multiple}"
+    downloaded = "" if place.get("downloaded", True) else ", not downloaded"
+    return {
+        "what": spec.summary,
+        "version": str(spec.version),
+        "takes calls": "on request" if spec.on_request else "by default",
+        "source": f"{place['source']}: {place['place']}{downloaded}" if "source" in place else str(place["error"]),
+        "revision": f"{str(place['revision'])[:12] or 'none seen'} ({place['why']})" if "source" in place else "",
+        "found by": spec.found_by,
+        "functions": ", ".join(function.name for function in spec.functions),
+        "masks": ", ".join(can.masks) if can.takes_ranges else "none: full and causal",
+        "dtypes": ", ".join(can.dtypes),
+        "head sizes": f"{dims}, to {can.max_head_dim}",
+        "lengths": lengths + (f", keys to {can.max_kv_len}" if can.max_kv_len else ""),
+        **{name: "yes" if each else "no" for name, each in able.items()},
+        "compiles for": ", ".join(can.generations),
+    }
 
 
 def prefetch(names: Names = None, as_json: Json = False) -> None:
@@ -78,6 +136,7 @@ def lock(
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
+    app.command("list")(list_kernels)
     app.command()(prefetch)
     app.command()(lock)
 

@@ -100,6 +100,16 @@ def pull(spec: KernelSpec, *, everything: bool = False) -> Pulled:
     return _last_known(spec, record, commit, pin, reason)
 
 
+def seen(spec: KernelSpec) -> tuple[str, str, bool]:
+    """(commit, what chose it, whether its build is in the cache), without asking the Hub.
+
+    The commit is the pinned one, else the last that was seen at the head of the version's branch, "" for none.
+    """
+    pin, pinned_by = _pin(spec)
+    commit = _Record(spec.source.hub).versions.get(pin, "") if pin.startswith("v") else pin
+    return commit, pinned_by, bool(commit) and _cached(spec.source.hub, commit) is not None
+
+
 def newest_commit(spec: KernelSpec) -> str:
     """The head of the branch of `spec`'s version, from the Hub; its publisher must be trusted."""
     if not _trusted_by_name(spec):

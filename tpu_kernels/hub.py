@@ -33,6 +33,7 @@ __all__ = [
     "loaded_kernels",
     "newest_commit",
     "prepare",
+    "whereabouts",
 ]
 
 logger = logging.getLogger("tpu_kernels")
@@ -58,6 +59,25 @@ class Build:
     source: Literal["packaged", "hub", "hub-cache", "local"]
     revision: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a kernel would be loaded from now, as far as can be told without asking the Hub.
+
+    Attributes:
+        source: "packaged", "local" or "hub".
+        place: a Hub repository, or a folder.
+        revision: as Build.revision; "" for a version of which no commit has been seen yet.
+        why: what decides for source and revision.
+        downloaded: whether the build is on disk, so that it loads with no Hub.
+    """
+
+    source: Literal["packaged", "hub", "local"]
+    place: str
+    revision: str
+    why: str
+    downloaded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +157,25 @@ def prepare(spec: KernelSpec, *, everything: bool = False) -> Build:
         logger.warning("kernel %r from %s: %s; commit %s from the cache serves.", spec.name, spec.source.hub, pulled.why,
                        pulled.commit)  # fmt: skip
     return Build(pulled.variant, pulled.source, pulled.commit, pulled.why)
+
+
+def whereabouts(spec: KernelSpec) -> Whereabouts:
+    """Where `spec` would be loaded from. Downloads, unpacks and runs nothing.
+
+    Raises:
+        KernelLoadError: for a LOCAL_KERNELS or a lock file that is none.
+    """
+    _check_kernels_version(spec)
+    if local := _local(spec):
+        return Whereabouts("local", str(local.folder), local.revision, local.why, True)
+    if not spec.source.hub:
+        why = "spec.toml names no Hub repository"
+        return Whereabouts("packaged", str(spec.folder), staging.content_hash(spec.folder), why, True)
+    from . import download
+
+    with _explained(spec, f"Hub repository {spec.source.hub}"):
+        commit, why, downloaded = download.seen(spec)
+    return Whereabouts("hub", spec.source.hub, commit, why, downloaded)
 
 
 def newest_commit(spec: KernelSpec) -> str:

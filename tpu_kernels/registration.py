@@ -36,7 +36,8 @@ def register(name: str = NAME, *, kernels: Sequence[str] | None = None, strict: 
         name: the attention name. Must not contain "flash", "sdpa", "flex_attention" or "|", nor look like "org/repo":
             transformers treats those names specially.
         kernels: names of the only kernels that calls under this attention name may take, in order of preference, for
-            example ("splash-attention",); by default all installed ones. `tpu-kernels list` shows them.
+            example ("splash-attention",); by default all installed ones, except those whose spec.toml says
+            `on_request`. `tpu-kernels list` shows them.
         strict: raise `FallbackError` where a call would fall back to SDPA (also by TPU_KERNELS_STRICT=1).
 
     Returns:

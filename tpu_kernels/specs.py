@@ -89,7 +89,11 @@ class KernelFunction:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One kernel: a folder in Hub source layout plus its spec.toml. found_by tells who named the folder."""
+    """One kernel: a folder in Hub source layout plus its spec.toml.
+
+    on_request: only calls that name the kernel may take it, by `register(name, kernels=...)`.
+    found_by: who named the folder.
+    """
 
     name: str
     module: str
@@ -99,6 +103,7 @@ class KernelSpec:
     capabilities: Capabilities
     functions: tuple[KernelFunction, ...]
     folder: Path
+    on_request: bool = False
     found_by: str = field(default="", compare=False)
 
 
@@ -192,7 +197,8 @@ def read_spec(folder: Path, found_by: str = "") -> KernelSpec:
     except ValueError as error:  # tomllib's and the decoder's
         raise SpecError(f"{path} is not valid TOML: {error}") from error
     _known(path, "the file", document, {"kernel", "source", "capabilities", "functions"})
-    kernel = _table(path, document, "kernel", {"name": str, "module": str, "version": int, "summary": str})
+    kernel_types = {"name": str, "module": str, "version": int, "summary": str, "on_request": bool}
+    kernel = _table(path, document, "kernel", kernel_types, may_lack=("on_request",))
     _matches(path, "kernel.name", kernel["name"], KERNEL_NAME, "lower-case letters, digits and dashes")
     if not kernel["module"].isidentifier():
         raise SpecError(f"{path}: kernel.module = {kernel['module']!r} must be a Python identifier.")

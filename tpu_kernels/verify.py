@@ -42,7 +42,8 @@ _ROUNDING = 16 * torch.finfo(torch.float32).eps
 class Case:
     """One attention call. pads: keys hidden at the start of each batch element; window, softcap, sinks: 0/False for none.
 
-    holes: every so-many-th key is hidden by validity, 0 for none. masked: whether the call carries a mask at all.
+    holes: every so-many-th key is hidden by validity, 0 for none. masked: whether the call carries a mask at all;
+    causal rows are aligned at the last key with a mask, at the first without.
     """
 
     name: str
@@ -171,6 +172,15 @@ def parity_cases(large: bool) -> list[Case]:
         Case(f"no mask, {'causal' if causal else 'full'} {dtype} D{dim}", head_dim=dim, q_len=256, kv_len=256, causal=causal,
              dtype=dtype, masked=False)
         for causal, dtype, dim in ((True, "float32", 64), (True, "bfloat16", 128), (False, "float32", 128))
+    ]  # fmt: skip
+    cases += [
+        Case("no mask, large scores", head_dim=128, q_len=128, kv_len=128, magnitude=30.0, masked=False),
+        Case("no mask, head size 256", head_dim=256, q_len=128, kv_len=128, masked=False),
+        Case("no mask, 192/128, more keys", head_dim=192, v_head_dim=128, q_len=128, kv_len=256, masked=False),
+        Case("no mask, softcap, fewer keys", softcap=30.0, magnitude=6.0, q_len=256, kv_len=128, dtype="float32",
+             masked=False),
+        Case("no mask, sinks, multi-query", sinks=True, q_heads=8, kv_heads=1, q_len=128, kv_len=128, dtype="float32",
+             masked=False),
     ]  # fmt: skip
     if large:
         cases += [
@@ -376,8 +386,9 @@ def make(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
     v = normal(case.batch, case.kv_heads, case.kv_len, case.v_head_dim or case.head_dim).to(dtype)
     sinks = normal(case.q_heads) if case.sinks else None
     starts = torch.tensor(case.pads or (0,) * case.batch)[:, None].expand(case.batch, case.q_len)
-    position = torch.arange(case.kv_len - case.q_len, case.kv_len)[None]
-    ends = (position + 1 if case.causal else torch.full_like(position, case.kv_len)).expand(case.batch, case.q_len)
+    position = (torch.arange(case.q_len) + (case.kv_len - case.q_len if case.masked else 0))[None]
+    ends = position + 1 if case.causal else torch.full_like(position, case.kv_len)
+    ends = ends.clamp(max=case.kv_len).expand(case.batch, case.q_len)
     if case.window:
         starts = torch.maximum(starts, position - case.window + 1)
     keys = torch.arange(case.kv_len)

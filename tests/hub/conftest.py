@@ -20,6 +20,8 @@ from .loopback import LoopbackHub
 from .small_kernel import write_kernel
 
 REPO = "acme/small-kernel"
+# How the modules of loaded kernels begin.
+KERNEL_IDS = ("_small_", "_range_attention_", "_splash_attention_")
 # What a developer may have set, and what would change what is tested.
 SETTINGS = re.compile(
     r"(HF|HUGGING_?FACE|TPU_KERNELS)_.*|.*KERNELS(_CACHE)?|DO_NOT_TRACK|DISABLE_TELEMETRY|.*_PROXY", re.IGNORECASE
@@ -34,12 +36,12 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "_loaded", {})
     monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
-    for name in [name for name in sys.modules if name.startswith(("_small_", "_range_attention_"))]:
+    for name in [name for name in sys.modules if name.startswith(KERNEL_IDS)]:
         monkeypatch.delitem(sys.modules, name)  # other tests of this process may have loaded the kernel
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith(("_small_", "_range_attention_")):
+        if name.startswith(KERNEL_IDS):
             del sys.modules[name]
 
 

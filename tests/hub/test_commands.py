@@ -215,3 +215,31 @@ def test_kernels_verifies_signatures_of_what_we_publish(machine, publish):
     publish()
     (done,) = machine.run(("kernels_command", ["verify-signature", REPO, "1", "--all-variants"]))
     assert done["code"] == 1 and "torch-tpu" in done["output"] and "signature not found" in done["output"]
+
+
+def listed(machine, spec: Path, **environment: str) -> dict[str, object]:
+    """What `tpu-kernels list` says of the kernel in folder `spec`; it asks the Hub nothing."""
+    before = len(machine.hub.requests)
+    (done,) = machine.run(command("list", "--json"), TPU_KERNELS_SPECS=str(spec), **environment)
+    assert len(machine.hub.requests) == before
+    rows = {row["name"]: row for row in json.loads(done["output"])}
+    assert done["code"] == ("error" in rows["small-kernel"]["loads_from"])
+    assert rows["small-kernel"]["found_by"] == f"TPU_KERNELS_SPECS={spec}"
+    return rows["small-kernel"]["loads_from"]
+
+
+def test_list_tells_where_kernels_would_come_from(machine, publish, spec_for, tmp_path):
+    commit, spec = publish(), spec_for()
+    new = {"source": "hub", "place": REPO, "revision": "", "why": "head of v1", "downloaded": False}
+    assert listed(machine, spec) == new
+    machine.load(spec)
+    assert listed(machine, spec) == new | {"revision": commit, "downloaded": True}
+    pinned = spec_for(f'revision = "{ABSENT}"')
+    assert listed(machine, pinned) == new | {"revision": ABSENT, "why": "commit in spec.toml"}
+    machine.run(command("lock", spec))
+    lockfile = machine.home / "project" / "kernels.lock"
+    assert listed(machine, spec) == new | {"revision": commit, "why": f"commit in {lockfile}", "downloaded": True}
+    build = tmp_path / "published" / "0" / "built"
+    local = listed(machine, spec, LOCAL_KERNELS=f"{REPO}={build}")
+    assert (local["source"], local["place"], local["why"]) == ("local", f"{build}/build/torch-tpu", "LOCAL_KERNELS")
+    assert "malformed" in listed(machine, spec, LOCAL_KERNELS="acme")["error"]
