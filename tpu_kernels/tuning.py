@@ -47,9 +47,14 @@ def generation() -> str:
     return _GENERATIONS.get(attached_chip(), "")
 
 
+def tuning_of_generation(generation: str) -> Tuning:
+    """Block sizes and VMEM budget on a TPU generation; "" is the smallest."""
+    return Tuning(vmem_bytes=_VMEM_BYTES.get(generation, 0))
+
+
 @functools.cache
 def tuning_for(device: str, function: str) -> Tuning:
     """Block sizes and VMEM budget for a kernel function on "tpu" or "cpu" (emulated: the kernel's own choice)."""
     if device != "tpu":
         return Tuning()
-    return Tuning(vmem_bytes=_VMEM_BYTES.get(generation(), 0))
+    return tuning_of_generation(generation())

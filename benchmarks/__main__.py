@@ -1,0 +1,144 @@
+"""`python -m benchmarks`: attention kernels side by side."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import report, shapes
+from .implementations import IMPLEMENTATIONS, OURS, version
+
+app = typer.Typer(
+    name="benchmarks",
+    help="Attention kernels side by side, in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+VERSIONS = ("jax", "libtpu", "torch", "torch_tpu", "transformers", "tokamax")
+Patterns = Annotated[list[str] | None, typer.Option("--shape", help="Names or patterns (causal-*); all by default.")]
+
+
+@app.command("shapes")
+def list_shapes() -> None:
+    """Show the table of shapes."""
+    made = Table(box=None, pad_edge=False)
+    for heading in ("name", "pass", "batch", "heads", "Q", "KV", "D", "sees", "bars"):
+        made.add_column(heading)
+    for each in shapes.load().values():
+        sees = each.sees + (f" {size}" if (size := each.window or each.document or each.filled) else "")
+        made.add_row(
+            each.name, each.pass_, str(each.batch), f"{each.q_heads}/{each.kv_heads}", str(each.q_len), str(each.kv_len),
+            str(each.head_dim) + (f"/{each.v_head_dim}" if each.v_head_dim != each.head_dim else ""),
+            sees + (", sinks" if each.sinks else ""), ", ".join(f"{name} {bar}" for name, bar in each.bars.items()),
+        )  # fmt: skip
+    Console(width=160).print(made)
+
+
+@app.command()
+def speed(
+    target: Annotated[
+        str, typer.Option(help="Estimate for this generation (v4, v5e, v5p, v6e, tpu7x); the attached TPU is timed without.")
+    ] = "",
+    shape: Patterns = None,
+    impl: Annotated[list[str] | None, typer.Option("--impl", help="Names or patterns; all by default.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw times over SDPA's to this file.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of results.", show_default="the package's cache")] = None,
+    anew: Annotated[bool, typer.Option(help="Estimate also what the cache knows.")] = False,
+) -> None:
+    """Compare implementations on each shape: estimated for a TPU generation by the compiler's schedule, or timed on
+    the attached TPU. Exit code 1 if a bar of range-attention is missed.
+
+    Example: python -m benchmarks speed --target v6e --shape 'causal-*' --impl range-attention --impl sdpa
+    """
+    chosen = [shapes.load()[name] for name in _matching(shape, shapes.load(), "--shape")]
+    names = _matching(impl, IMPLEMENTATIONS, "--impl")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint="--plot")
+    for path, option in ((as_json, "--json"), (plot, "--plot")):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{path.resolve().parent} is not a folder", param_hint=option)
+    if target:
+        figures, target = _estimated(chosen, names, target, cache, anew)
+        how = "static schedule"
+    else:
+        raise typer.BadParameter("no TPU is attached: name a generation to estimate for", param_hint="--target")
+    compared = report.compare(chosen, target, figures)
+    console = Console(width=max(Console().width, 170))
+    console.print(report.table(compared, how))
+    console.print(report.LEGEND)
+    for line in report.missed(compared):
+        console.print(f"[red]missed[/] {escape(line)}")
+    kept, missed, unknown = report.verdict(compared)
+    if kept + missed + unknown:
+        console.print(f"{OURS}: {kept} bars kept, {missed} missed, {unknown} without a figure.")
+    console.print(f"{how}, {_versions()}")
+    if as_json is not None:
+        made = report.as_dict(compared, how, {name: version(name) for name in VERSIONS})
+        as_json.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        report.plot(compared, how, plot)
+    raise typer.Exit(missed > 0)
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in VERSIONS if version(name))
+
+
+def _matching(patterns: list[str] | None, names: Iterable[str], option: str) -> list[str]:
+    names = list(names)
+    if not patterns:
+        return names
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise typer.BadParameter(f"{pattern!r} matches none of {', '.join(names)}", param_hint=option)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _estimated(
+    chosen: list[shapes.Shape], names: list[str], target: str, folder: Path | None, anew: bool
+) -> tuple[list[report.Figure], str]:
+    from tpu_kernels.offdevice.targets import UnknownTargetError
+    from tpu_kernels.offdevice.targets import target as find_target
+
+    # No device is used: torch need not start torch_tpu, which looks for one.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    from . import estimate
+
+    try:
+        goal = find_target(target)
+    except UnknownTargetError as error:
+        raise typer.BadParameter(str(error), param_hint="--target") from None
+    todo = estimate.tasks(chosen, [IMPLEMENTATIONS[name] for name in names], goal.name)
+    progress = Console(stderr=True)
+    figures = []
+    with progress.status("") as status:
+        results = estimate.run(
+            todo,
+            goal.name,
+            estimate.Cache(folder or estimate.Cache.default_folder()),
+            estimator=estimate.Estimator,
+            anew=anew,
+        )
+        for number, task in enumerate(todo, 1):
+            status.update(escape(f"{number}/{len(todo)} {task}: compiling for {goal.name}"))
+            _, figure, known = next(results)
+            figures.append(figure)
+            outcome = f"{figure.seconds * 1e3:.3f} ms" if figure.seconds is not None else figure.error.splitlines()[0][:100]
+            progress.print(f"[dim]{number}/{len(todo)} {escape(f'{task}: {outcome}')}{' (known)' * known}[/]")
+    return figures, goal.name
+
+
+if __name__ == "__main__":
+    app()
