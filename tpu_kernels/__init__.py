@@ -8,7 +8,7 @@ Importing this package imports neither jax, torch_tpu nor a kernel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .reasons import FallbackError
 from .registration import Registration, register, unregister
@@ -17,9 +17,31 @@ if TYPE_CHECKING:
     import torch
 
     from .ledger import Explanation
+    from .partials import attention_with_lse, merge_partials, position_ranges
 
 __version__ = "0.1.0"
-__all__ = ["FallbackError", "Registration", "explain", "register", "reset", "unregister"]
+__all__ = [
+    "FallbackError",
+    "Registration",
+    "attention_with_lse",
+    "explain",
+    "merge_partials",
+    "position_ranges",
+    "register",
+    "reset",
+    "unregister",
+]
+
+# Found in these modules on first use, so that importing the package imports no torch.
+_LAZY = {name: "partials" for name in ("attention_with_lse", "merge_partials", "position_ranges")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
 
 
 def explain(model: torch.nn.Module | None = None) -> Explanation:

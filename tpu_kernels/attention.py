@@ -319,6 +319,37 @@ def _make_plan(
     return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), _blocks(device, route.function))
 
 
+def plan_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: bool,
+) -> _Plan:
+    """The plan of a call that needs the softmax denominators, which only the training forward gives."""
+    return _make_plan(
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        (query.device, key.device, value.device),
+        None if mask is None else (mask.shape, mask.dtype, mask.device),
+        None,
+        None,
+        causal=False,
+        softcap=softcap,
+        dropout=False,
+        needs_grad=True,
+        output_attentions=False,
+        unknown=(),
+        disabled=settings()[0],
+        precision=torch.get_float32_matmul_precision(),
+        kernels=None,
+    )
+
+
 def _detail(request: AttentionRequest, reason: str) -> str:
     """What exactly the reason refers to, for the routing table."""
     if reason == "unknown_kwarg":
