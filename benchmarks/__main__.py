@@ -70,10 +70,9 @@ def speed(
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"{path.resolve().parent} is not a folder", param_hint=option)
     if target:
-        figures, target = _estimated(chosen, names, target, cache, anew)
-        how = "static schedule"
+        figures, target, how = _estimated(chosen, names, target, cache, anew)
     else:
-        raise typer.BadParameter("no TPU is attached: name a generation to estimate for", param_hint="--target")
+        figures, target, how = _timed(chosen, names)
     compared = report.compare(chosen, target, figures)
     console = Console(width=max(Console().width, 170))
     console.print(report.table(compared, how))
@@ -108,7 +107,7 @@ def _matching(patterns: list[str] | None, names: Iterable[str], option: str) -> 
 
 def _estimated(
     chosen: list[shapes.Shape], names: list[str], target: str, folder: Path | None, anew: bool
-) -> tuple[list[report.Figure], str]:
+) -> tuple[list[report.Figure], str, str]:
     from tpu_kernels.offdevice.targets import UnknownTargetError
     from tpu_kernels.offdevice.targets import target as find_target
 
@@ -137,7 +136,21 @@ def _estimated(
             figures.append(figure)
             outcome = f"{figure.seconds * 1e3:.3f} ms" if figure.seconds is not None else figure.error.splitlines()[0][:100]
             progress.print(f"[dim]{number}/{len(todo)} {escape(f'{task}: {outcome}')}{' (known)' * known}[/]")
-    return figures, goal.name
+    return figures, goal.name, estimate.STATIC_SCHEDULE
+
+
+def _timed(chosen: list[shapes.Shape], names: list[str]) -> tuple[list[report.Figure], str, str]:
+    from tpu_kernels.tuning import attached_chip, generation
+
+    if not attached_chip():
+        raise typer.BadParameter("no TPU is attached: name a generation to estimate for", param_hint="--target")
+    from . import device, estimate
+
+    todo = estimate.tasks(chosen, [IMPLEMENTATIONS[name] for name in names], generation())
+    progress = Console(stderr=True)
+    with progress.status("") as status:
+        figures = list(device.run(todo, progress=lambda text: status.update(escape(text))))
+    return figures, generation(), device.how("tpu")
 
 
 if __name__ == "__main__":

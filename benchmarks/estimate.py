@@ -26,6 +26,8 @@ from .implementations import Candidate, CannotError, Implementation, version
 from .shapes import Shape
 
 STATIC_SCHEDULE = "static schedule"
+_FORMAT = 1  # of what the cache holds: counts up when a Figure is made in another way
+_ESTIMATOR = ("compiler.py", "llo.py", "schedule.py", "targets.py", "torch_trace.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Figure:
         seconds: of one call; None with the reason in `error`.
         error: why there is no time.
         how: "static schedule", "TPU v6e" (measured), "CPU, emulated".
-        spread: half of the middle half of the measured times, as a share of their median.
+        spread: half of the range of the middle half of measured times, as a share of their median.
+        note: what to know about the time.
         hbm_bytes: moved to and from HBM.
         vmem_bytes: of the hungriest kernel. temp_bytes: temporary HBM.
         matrix_busy: share of the time that matrix units are busy. stalled: share spent waiting for DMAs.
@@ -54,6 +57,7 @@ class Figure:
     error: str = ""
     how: str = STATIC_SCHEDULE
     spread: float = 0.0
+    note: str = ""
     hbm_bytes: int = 0
     vmem_bytes: int = 0
     temp_bytes: int = 0
@@ -126,7 +130,7 @@ def cache_key(implementation: Implementation, candidate: Candidate, target: str)
         "sources": _digest(*implementation.sources),
         "kernel": _kernel_digest(implementation.kernel) if implementation.kernel else "",
         "versions": {name: version(name) for name in (*implementation.packages, "libtpu")},
-        "estimator": _digest(*sorted(folder.glob("*.py")), Path(__file__)),
+        "estimator": [_FORMAT, _digest(*(folder / name for name in _ESTIMATOR))],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

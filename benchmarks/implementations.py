@@ -112,8 +112,8 @@ def _range_attention(shape: Shape, target: str) -> list[Candidate]:
     from tpu_kernels.tuning import tuning_of_generation
 
     spec = next(each for each in load_specs() if each.name == OURS)
-    request = _request(shape)
-    reason = routing.refusal(request, spec)
+    asked = request(shape)
+    reason = routing.refusal(asked, spec)
     if reason is not None:
         raise CannotError(f"routed to a fallback: {reason}")
     mask = range_mask(shape)
@@ -138,12 +138,13 @@ def _range_attention(shape: Shape, target: str) -> list[Candidate]:
             f"{HERE / 'training_step.py'}:forward_and_backward", (*tensors, out_array(shape)), target, static
         )
     else:
-        static["function"] = routing.pick_function(request, spec)
+        static["function"] = routing.pick_function(asked, spec)
         job = aot.FunctionJob("tpu_kernels.offdevice.kernel_call:call", tensors, target, static)
     return [Candidate("", job, values)]
 
 
-def _request(shape: Shape) -> Any:
+def request(shape: Shape) -> Any:
+    """The call as routing sees it."""
     import torch
 
     from tpu_kernels.request import AttentionRequest

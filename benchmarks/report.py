@@ -159,7 +159,7 @@ def _cells(comparison: Comparison, figure: Figure) -> Iterator[str]:
         yield f"{figure.hbm_bytes / 2**20:.1f}"
         yield f"{figure.vmem_bytes / 2**20:.1f}"
         yield f"{figure.temp_bytes / 2**20:.1f}"
-    yield figure.label
+    yield ", ".join(filter(None, (figure.label, figure.note)))
 
 
 def _first_line(text: str) -> str:

@@ -164,10 +164,13 @@ def _to_jax(tensor: torch.Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
-def emulated(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static."""
+def emulated(call: Callable[..., Any], static: tuple[str, ...] = _STATIC) -> Callable[..., Any]:
+    """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static.
+
+    static: names of its parameters that are no tensors.
+    """
     keep_jax_off_the_tpu()
-    jitted = jax.jit(call, static_argnames=_STATIC)
+    jitted = jax.jit(call, static_argnames=static)
 
     def run(*arguments: Any) -> Any:
         with jax.default_device(_cpu()):
