@@ -133,6 +133,105 @@ def model(folder: str) -> dict[str, object]:
     }
 
 
+def stock_model(repo: str, model_type: str, sees_tpu: bool = False) -> dict[str, object]:
+    """A tiny model of transformers alone, with attn_implementation=repo, emulated, beside "eager": prefill, padded prefill,
+    and decoding with a static cache. sees_tpu: kernels finds a TPU, as on a host where its detection works."""
+    import types
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    if sees_tpu:
+        torch.backends.tpu = types.ModuleType("torch.backends.tpu")
+    config = transformers.AutoConfig.for_model(
+        model_type, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, vocab_size=128, max_position_embeddings=256, pad_token_id=0, eos_token_id=None,
+        sliding_window=6,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.arange(3, 25).reshape(2, 11)
+    padding = torch.ones_like(ids)
+    padding[1, :4] = 0
+    results: dict[str, list[torch.Tensor]] = {}
+    taken: list[bool] = []
+    try:
+        for name in ("eager", repo):
+            model.set_attn_implementation(name)
+            if name == repo:
+                taken = _count_kernel_calls()
+            with torch.no_grad():
+                results[name] = [model(ids).logits, model(ids, attention_mask=padding).logits[1, 4:]]
+                for mask in (None, padding):
+                    made = model.generate(
+                        ids, attention_mask=mask, max_new_tokens=5, do_sample=False, cache_implementation="static",
+                        return_dict_in_generate=True, output_logits=True,
+                    )  # fmt: skip
+                    results[name] += [made.sequences, *made.logits]
+    except Exception as error:  # whatever it is, the test looks at it
+        return {"error": f"{type(error).__name__}: {error}"}
+    pairs = list(zip(results[repo], results["eager"], strict=True))
+    return {
+        "error": "",
+        "compared": len(pairs),
+        "difference": max(float((ours - theirs).abs().max()) for ours, theirs in pairs),
+        "on_kernel": sum(taken),
+        "elsewhere": len(taken) - sum(taken),
+        "plugin": [name for name in sys.modules if name.partition(".")[0] == "tpu_kernels"],
+    }
+
+
+def _count_kernel_calls() -> list[bool]:
+    """One entry a call of the range-attention module from now on: whether its kernel took it."""
+    import kernels
+
+    (loaded,) = kernels.get_loaded_kernels()
+    binding = sys.modules[f"{loaded.module.__name__}.torch_binding"]
+    calls, decide = [], binding._kernel_can
+
+    def record(*arguments: object) -> bool:
+        calls.append(decide(*arguments))
+        return calls[-1]
+
+    binding._kernel_can = record
+    return calls
+
+
+def stock_trace(repo: str) -> dict[str, object]:
+    """A decoding step with a static cache on fake "tpu" tensors through the real torch_tpu, of transformers alone."""
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch_tpu import _loader
+    from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+    _loader._init_device("tpu")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    with FakeTensorMode(), torch.device("tpu"), torch.no_grad():
+        config = AutoConfig.for_model(
+            "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=512,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=repo, dtype=torch.bfloat16).eval()
+        compiled = torch.compile(model, fullgraph=True, backend=capture, dynamic=False)
+        ids, cache = torch.zeros(2, 48, dtype=torch.int64), StaticCache(config=config, max_cache_len=256)
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = compiled(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    nodes = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    return {
+        "device": str(out.logits.device),
+        "graphs": len(graphs),
+        "kernel_nodes": [node for node in nodes if "range_attention" in node],
+        "sdpa_nodes": [node for node in nodes if "scaled_dot_product" in node],
+        "plugin": [name for name in sys.modules if name.partition(".")[0] == "tpu_kernels"],
+    }
+
+
 def command(*arguments: str) -> dict[str, object]:
     """The command line `tpu-kernels`."""
     from tpu_kernels import cli
