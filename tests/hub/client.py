@@ -239,6 +239,24 @@ def command(*arguments: str) -> dict[str, object]:
     return _command_line(cli.main, "tpu-kernels", *arguments)
 
 
+def verify_some(cases: list[str], *arguments: str) -> dict[str, object]:
+    """`tpu-kernels verify ARGUMENTS` with only these parity cases, so that it takes seconds."""
+    import torch
+
+    from tpu_kernels import verify
+
+    torch.set_num_threads(1)
+    chosen = [case for case in verify.parity_cases(large=False) if case.name in cases]
+    assert len(chosen) == len(cases)
+    verify.parity_cases = lambda large: chosen  # type: ignore[assignment]
+    return command("verify", *arguments)
+
+
+def install(site: str) -> None:
+    """Put a folder of installed packages on the path."""
+    sys.path.insert(0, site)
+
+
 def kernels_command(*arguments: str) -> dict[str, object]:
     """The command line `kernels`."""
     from kernels import cli
