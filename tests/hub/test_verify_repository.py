@@ -1,10 +1,9 @@
-"""`tpu-kernels verify ORG/REPO`: anybody's kernel, pulled from the Hub, and what it may claim; by its name alone, by a spec.toml
-that names it, and by an installed package that brings such a spec."""
+"""`tpu-kernels verify ORG/REPO`: anybody's kernel, pulled from the Hub, and what it may claim; by its name alone, by a
+spec.toml that names it, and by an installed package that brings such a spec."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,8 @@ def theirs(tmp_path, loopback):
     return commit, folder
 
 
-def verified(machine, what: object, cases: list[str] = CASES, before=(), **environment: str) -> tuple[int, dict[str, object]]:
+def verified(machine, what: object, cases: list[str] = CASES, before=(), **environment: str):
+    """(exit code, the report as JSON)."""
     job = machine.start(*before, ("verify_some", [cases, str(what), "--json"]), JAX_PLATFORMS="cpu", **environment)
     done = job.results(300)[-1]
     text = done["output"]
