@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import importlib.util
 import json
@@ -89,6 +90,36 @@ def speed(
     if plot is not None:
         report.plot(compared, how, plot)
     raise typer.Exit(missed > 0)
+
+
+@app.command()
+def host(
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    target: Annotated[str, typer.Option(help="Generation that first calls are made for.")] = "v6e",
+) -> None:
+    """Measure what an eager call costs the host with the kernel stubbed, part by part, beside transformers' sdpa, and
+    the first call of a shape. Exit code 1 if the bar is missed."""
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    from . import host
+
+    costs = host.measure()
+    first = host.first_call(target)
+    console = Console()
+    made = Table(title="host time of one eager call on CPU, median", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "us", "bar"):
+        made.add_column(heading, justify="left" if not heading else "right")
+    for cost in costs:
+        late = cost.bar and cost.microseconds > cost.bar
+        text = f"{cost.microseconds:.1f}"
+        made.add_row(cost.what, f"[red]{text}[/]" if late else text, f"{cost.bar:.0f}" if cost.bar else "")
+    console.print(made)
+    for shape, stages in first:
+        told = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages.items())
+        console.print(f"first call of q {shape}, by torch_tpu for {target}, without a TPU: {told}")
+    if as_json is not None:
+        rows = {"costs": [dataclasses.asdict(cost) for cost in costs], "first_call": dict(first)}
+        as_json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(any(cost.bar and cost.microseconds > cost.bar for cost in costs))
 
 
 def _versions() -> str:

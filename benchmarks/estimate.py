@@ -195,7 +195,9 @@ def run(
             key = cache_key(task.implementation, task.candidate, goal.name)
             known = None if anew else cache.get(key)
             if known is not None:
-                yield task, known, True
+                # Shapes may share a program: SDPA with one dense mask or another.
+                name, label = task.implementation.name, task.candidate.label
+                yield task, dataclasses.replace(known, shape=task.shape.name, implementation=name, label=label), True
                 continue
             if made is None:
                 made = estimator(goal.name)

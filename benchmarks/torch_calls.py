@@ -23,3 +23,16 @@ def sdpa_and_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o
         grad_out, q, k, v, out, lse, unused, unused, None, None, None, rows, keys, 0.0, True
     )
     return out, *gradients
+
+
+def range_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """This package's op, causal, as `tpu_attention` calls it on a TPU."""
+    from tpu_kernels.attention import installed_specs
+    from tpu_kernels.tuning import tuning_for
+
+    installed_specs()
+    tuning = tuning_for("tpu", "forward")
+    return torch.ops.tpu_kernels.range_attention_forward(
+        q, k, v, None, None, q.shape[-1] ** -0.5, 0.0, True, False, "default",
+        tuning.block_q, tuning.block_kv, tuning.vmem_bytes,
+    )  # fmt: skip

@@ -198,7 +198,8 @@ def _run_kernel(
 ) -> torch.Tensor:
     has_validity = plan.request.mask == "ranges+validity"
     kv_len = key.shape[2]
-    if not compiling and plan.route.function == "decode" and kv_len % _KV_BUCKET:
+    # Without a mask also at whole buckets: a call that has none there would be one more program.
+    if not compiling and plan.route.function == "decode" and (mask is None or kv_len % _KV_BUCKET):
         padding = (0, 0, 0, -kv_len % _KV_BUCKET)
         mask = _bound_ranges(mask, query, kv_len, causal, has_validity)
         key, value, causal = F.pad(key, padding), F.pad(value, padding), False

@@ -130,6 +130,14 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, fake):
     assert not any(known for *_, known in estimate.run(todo, "v6e", cache, estimator=FakeEstimator))
 
 
+def test_shapes_that_share_a_program_keep_their_names(tmp_path, fake):
+    """SDPA with a dense mask of one kind is SDPA with one of another."""
+    names = ["decode-b8-32x8-d128-1k-of-8k", "decode-b8-32x8-d128-8k-of-8k"]
+    compared, results = estimated(tmp_path, names, ["sdpa-transformers"])
+    assert [known for *_, known in results] == [False, True] and fake.asked == ["module"]
+    assert [each.of("sdpa-transformers").shape for each in compared] == names
+
+
 def test_the_cache_knows_sources_versions_and_targets(monkeypatch):
     ours, base = IMPLEMENTATIONS[OURS], IMPLEMENTATIONS[BASE]
     (candidate,) = ours.candidates(TABLE["decode-b8-32x8-d128-1k-of-8k"], "v6e")
