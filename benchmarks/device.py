@@ -271,14 +271,14 @@ def _peer(task: Task, inputs: Inputs, device: str) -> tuple[Callable[..., Any], 
     return attention, (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.grad_out if training else None)
 
 
-PEER_STATIC = ("sees", "window", "document", "block", "interpret")
+PEER_STATIC = ("sees", "window", "document", "block", "variant", "interpret")
 
 
 def _peer_op(function: Callable[..., Any], device: str, training: bool) -> Callable[..., Any]:
     import jax
 
-    def call(q, k, v, sinks, grad_out, sees, window, document, block, interpret):  # type: ignore[no-untyped-def]
-        return function(q, k, v, sinks, grad_out, sees, window, document, block, interpret)
+    def call(q, k, v, sinks, grad_out, sees, window, document, block, variant, interpret):  # type: ignore[no-untyped-def]
+        return function(q, k, v, sinks, grad_out, sees, window, document, block, variant, interpret)
 
     # torch_tpu evaluates annotations as objects.
     results = tuple[(jax.Array,) * 4] if training else jax.Array

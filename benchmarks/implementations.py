@@ -223,13 +223,14 @@ def _peer(
     function: str,
     blocks: tuple[int, ...],
     *,
+    variants: Callable[[Shape], list[tuple[int, str]]] = lambda shape: [],
     sinks: bool = False,
     sees: tuple[str, ...] = ("causal", "full", "window", "documents"),
     v_head_dim: bool = True,
     whole_lanes: bool = False,
     aligned: bool = False,
 ) -> Callable[[Shape, str], list[Candidate]]:
-    """Programs of a function in peers.py.
+    """Programs of a function in peers.py, one for each block size, and for further (block size, variant).
 
     sinks, sees, v_head_dim: what it can do. whole_lanes: head sizes over 128 must be multiples of it.
     aligned: it does not keep the keys that its caller filled a length up with apart.
@@ -256,13 +257,24 @@ def _peer(
         static = {"sees": shape.sees, "window": shape.window, "document": shape.document, "interpret": False}
         return [
             Candidate(
-                f"blocks of {block}",
-                aot.FunctionJob(f"{HERE / 'peers.py'}:{function}", tensors, target, {**static, "block": block}),
+                f"blocks of {block}" + (f", {variant}" if variant else ""),
+                aot.FunctionJob(
+                    f"{HERE / 'peers.py'}:{function}", tensors, target, {**static, "block": block, "variant": variant}
+                ),
             )
-            for block in blocks
+            for block, variant in [*((block, "") for block in blocks), *variants(shape)]
         ]
 
     return candidates
+
+
+def _tokamax_variants(shape: Shape) -> list[tuple[int, str]]:
+    """What its authors offer for some calls, and refuse for others."""
+    if shape.sees == "causal" and shape.pass_ == "forward":
+        return [(1024, "diagonal"), (2048, "diagonal")]
+    if shape.sees == "window" and not shape.sinks and shape.q_heads > shape.kv_heads:
+        return [(256, "stacked")]
+    return []
 
 
 _PEERS = (HERE / "peers.py",)
@@ -316,7 +328,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             "tokamax-splash",
             "tokamax's splash attention",
-            _peer("tokamax_splash", (1024, 2048), sinks=True),
+            _peer("tokamax_splash", (512, 1024, 2048), sinks=True, variants=_tokamax_variants),
             _PEERS,
             ("jax", "tokamax"),
         ),

@@ -93,6 +93,7 @@ def jax_splash(
     window: int,
     document: int,
     block: int,
+    variant: str,
     interpret: bool,
 ) -> Any:
     """JAX's splash attention, q [B, Hq, S, D], k and v [B, Hkv, S, D or Dv]. With grad_out: (out, dq, dk, dv)."""
@@ -134,6 +135,7 @@ def torch_tpu_splash(
     window: int,
     document: int,
     block: int,
+    variant: str,
     interpret: bool,
 ) -> Any:
     """torch_tpu's `splash_sdpa`, by the JAX functions inside it: K and V repeated for the query heads, lse stored."""
@@ -170,6 +172,7 @@ def jax_flash(
     window: int,
     document: int,
     block: int,
+    variant: str,
     interpret: bool,
 ) -> Any:
     """JAX's older flash attention, q [B, Hq, S, D], k and v [B, Hkv, S, D]; it takes as many KV heads as query heads."""
@@ -215,9 +218,13 @@ def tokamax_splash(
     window: int,
     document: int,
     block: int,
+    variant: str,
     interpret: bool,
 ) -> Any:
-    """tokamax's splash attention, arguments as `jax_splash`'s."""
+    """tokamax's splash attention, arguments as `jax_splash`'s.
+
+    variant: "diagonal" skips masked parts of blocks on the diagonal; "stacked" computes a KV head's query heads together.
+    """
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
@@ -229,9 +236,11 @@ def tokamax_splash(
         block_q=block,
         block_kv=block,
         # Larger ones of its own best blocks are worked on in parts.
-        block_kv_compute=512 if block > 1024 else block,
+        block_kv_compute=512 if block > 1024 and variant != "diagonal" else block,
         **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), min(block, 1024)),
         use_base2_exp=True,
+        qk_diag_skip=variant == "diagonal",
+        num_stacked_q_heads=q.shape[1] // k.shape[1] if variant == "stacked" else 1,
         interpret=interpret,
     )
     kernel = splash.make_splash_mha(
