@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import report, shapes
+from . import estimate, report, shapes
+from .estimate import Task
 from .implementations import IMPLEMENTATIONS, OURS, version
 
 app = typer.Typer(
@@ -70,11 +71,12 @@ def speed(
     for path, option in ((as_json, "--json"), (plot, "--plot")):
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"{path.resolve().parent} is not a folder", param_hint=option)
-    if target:
-        figures, target, how = _estimated(chosen, names, target, cache, anew)
-    else:
-        figures, target, how = _timed(chosen, names)
-    compared = report.compare(chosen, target, figures)
+    _without_torch_tpu(target)
+    goal = _goal(target) if target else _attached()
+    todo = estimate.tasks(chosen, [IMPLEMENTATIONS[name] for name in names], goal)
+    figures = _run_estimates(todo, goal, cache, anew=anew) if target else _run_timing(todo)
+    how = next((figure.how for figure in figures if figure.seconds is not None), estimate.STATIC_SCHEDULE)
+    compared = report.compare(chosen, goal, figures)
     console = Console(width=max(Console().width, 170))
     console.print(report.table(compared, how))
     console.print(report.LEGEND)
@@ -93,13 +95,70 @@ def speed(
 
 
 @app.command()
+def tune(
+    target: Annotated[
+        str, typer.Option(help="Search for this generation by the compiler's schedule; the attached TPU measures without.")
+    ] = "",
+    shape: Patterns = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The table to write to.", show_default="tuning.toml beside the kernel's spec.toml")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of results.", show_default="the package's cache")] = None,
+) -> None:
+    """Search block sizes of range-attention, and write those into its table that beat the kernel's own choice.
+
+    Shapes of no class that the table can have are passed over. A search that was stopped goes on where it was.
+
+    Example: python -m benchmarks tune --target v6e --shape 'causal-*' --shape 'decode-*'
+    """
+    _without_torch_tpu(target)
+    import datetime
+
+    from tpu_kernels.tuning import TABLE, Call, Row
+
+    from . import tune as search
+
+    table = out or IMPLEMENTATIONS[OURS].spec().folder / TABLE
+    console = Console()
+    tuned: dict[Call, Row | None] = {}
+    for name in _matching(shape, shapes.load(), "--shape"):
+        each = shapes.load()[name]
+        try:
+            call = search.call_of(each)
+        except search.CannotTuneError as error:
+            console.print(f"passed over: {escape(str(error))}")
+            continue
+        if target:
+            goal = _goal(target)
+            todo = search.tasks(each, goal)
+            figures = _run_estimates(todo, goal, cache, anew=False)
+        else:
+            goal = _attached()
+            todo = search.tasks(each, goal)
+            figures = _run_timing(todo)
+        row = search.best(each, goal, zip(todo, figures, strict=True), datetime.date.today())
+        tuned[call] = row
+        if row is None:
+            console.print(f"{name}: the kernel's own choice stays")
+        else:
+            gain = 1 - row.milliseconds / row.untuned_milliseconds
+            console.print(
+                f"{name}: q {row.block_q}, kv {row.block_kv}: {row.milliseconds} ms, {gain:.0%} less than its own choice"
+            )
+        search.write(table, goal, tuned)  # after each: a search takes long
+    if not tuned:
+        raise typer.BadParameter("none of these shapes can be tuned", param_hint="--shape")
+    console.print(f"{table}: {sum(row is not None for row in tuned.values())} rows of this search")
+
+
+@app.command()
 def host(
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
     target: Annotated[str, typer.Option(help="Generation that first calls are made for.")] = "v6e",
 ) -> None:
     """Measure what an eager call costs the host with the kernel stubbed, part by part, beside transformers' sdpa, and
     the first call of a shape. Exit code 1 if the bar is missed."""
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    _without_torch_tpu(target)
     from . import host
 
     costs = host.measure()
@@ -136,52 +195,50 @@ def _matching(patterns: list[str] | None, names: Iterable[str], option: str) -> 
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _estimated(
-    chosen: list[shapes.Shape], names: list[str], target: str, folder: Path | None, anew: bool
-) -> tuple[list[report.Figure], str, str]:
+def _without_torch_tpu(target: str) -> None:
+    """With a target no device is used: torch need not start torch_tpu, which looks for one."""
+    if target:
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def _goal(target: str) -> str:
     from tpu_kernels.offdevice.targets import UnknownTargetError
     from tpu_kernels.offdevice.targets import target as find_target
 
-    # No device is used: torch need not start torch_tpu, which looks for one.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    from . import estimate
-
     try:
-        goal = find_target(target)
+        return find_target(target).name
     except UnknownTargetError as error:
         raise typer.BadParameter(str(error), param_hint="--target") from None
-    todo = estimate.tasks(chosen, [IMPLEMENTATIONS[name] for name in names], goal.name)
-    progress = Console(stderr=True)
-    figures = []
-    with progress.status("") as status:
-        results = estimate.run(
-            todo,
-            goal.name,
-            estimate.Cache(folder or estimate.Cache.default_folder()),
-            estimator=estimate.Estimator,
-            anew=anew,
-        )
-        for number, task in enumerate(todo, 1):
-            status.update(escape(f"{number}/{len(todo)} {task}: compiling for {goal.name}"))
-            _, figure, known = next(results)
-            figures.append(figure)
-            outcome = f"{figure.seconds * 1e3:.3f} ms" if figure.seconds is not None else figure.error.splitlines()[0][:100]
-            progress.print(f"[dim]{number}/{len(todo)} {escape(f'{task}: {outcome}')}{' (known)' * known}[/]")
-    return figures, goal.name, estimate.STATIC_SCHEDULE
 
 
-def _timed(chosen: list[shapes.Shape], names: list[str]) -> tuple[list[report.Figure], str, str]:
+def _attached() -> str:
     from tpu_kernels.tuning import attached_chip, generation
 
     if not attached_chip():
         raise typer.BadParameter("no TPU is attached: name a generation to estimate for", param_hint="--target")
-    from . import device, estimate
+    return generation()
 
-    todo = estimate.tasks(chosen, [IMPLEMENTATIONS[name] for name in names], generation())
+
+def _run_estimates(todo: list[Task], goal: str, folder: Path | None, *, anew: bool) -> list[report.Figure]:
+    cache = estimate.Cache(folder or estimate.Cache.default_folder())
     progress = Console(stderr=True)
+    figures = []
     with progress.status("") as status:
-        figures = list(device.run(todo, progress=lambda text: status.update(escape(text))))
-    return figures, generation(), device.how("tpu")
+        results = estimate.run(todo, goal, cache, estimator=estimate.Estimator, anew=anew)
+        for number, task in enumerate(todo, 1):
+            status.update(escape(f"{number}/{len(todo)} {task}: compiling for {goal}"))
+            _, figure, known = next(results)
+            figures.append(figure)
+            outcome = f"{figure.seconds * 1e3:.3f} ms" if figure.seconds is not None else figure.error.splitlines()[0][:100]
+            progress.print(f"[dim]{number}/{len(todo)} {escape(f'{task}: {outcome}')}{' (known)' * known}[/]")
+    return figures
+
+
+def _run_timing(todo: list[Task]) -> list[report.Figure]:
+    from . import device
+
+    with Console(stderr=True).status("") as status:
+        return list(device.run(todo, progress=lambda text: status.update(escape(text))))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from tpu_kernels import bridge, ops, routing
+from tpu_kernels import bridge, ops
 from tpu_kernels.attention import installed_specs
 from tpu_kernels.offdevice import aot
-from tpu_kernels.tuning import attached_chip, generation, tuning_for
+from tpu_kernels.tuning import attached_chip, generation
 
 from . import peers, torch_calls
 from .estimate import Figure, Task
-from .implementations import BASE, OURS, CannotError, range_mask, request
+from .implementations import BASE, OURS, CannotError, range_mask
 from .shapes import Shape
 
 ROUNDS = 11
@@ -180,7 +180,7 @@ def callable_of(task: Task, inputs: Inputs, device: str) -> Call:
     """The task's call on `inputs`, compiled by torch_tpu on a TPU."""
     shape, name = task.shape, task.implementation.name
     if name == OURS:
-        function, arguments = _ours(shape, inputs, device)
+        function, arguments = _ours(task, inputs)
     elif name == BASE:
         function, arguments = _sdpa(shape, inputs, device)
     elif name == "sdpa-transformers":
@@ -197,31 +197,29 @@ def callable_of(task: Task, inputs: Inputs, device: str) -> Call:
     return call
 
 
-def _ours(shape: Shape, inputs: Inputs, device: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _ours(task: Task, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    assert task.candidate is not None and isinstance(task.candidate.job, aot.FunctionJob)
     spec = next(each for each in installed_specs() if each.name == OURS)
-    asked = request(shape)
-    causal = inputs.mask is None and shape.sees == "causal"
-
-    def static(function: str) -> tuple[Any, ...]:
-        tuning = tuning_for(device, function)
-        options = (shape.head_dim**-0.5, 0.0, causal, False, "default")
-        return (*options, tuning.block_q, tuning.block_kv, tuning.vmem_bytes)
-
-    if shape.pass_ == "training":
+    given = task.candidate.job.static
+    static = [given[name] for name in OP_STATIC]
+    if task.shape.pass_ == "training":
         forward, backward = (ops.op_for(spec, name) for name in ("forward_with_lse", "backward"))
 
         def step(q: Any, k: Any, v: Any, mask: Any, sinks: Any, grad_out: Any) -> tuple[Any, ...]:
-            out, lse = forward(q, k, v, mask, sinks, *static("forward_with_lse"))
-            return out, *backward(q, k, v, mask, sinks, out, lse, grad_out, None, *static("backward"))
+            out, lse = forward(q, k, v, mask, sinks, *static)
+            return out, *backward(q, k, v, mask, sinks, out, lse, grad_out, None, *static)
 
         return step, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.sinks, inputs.grad_out)
-    function = routing.pick_function(asked, spec)
-    op = ops.op_for(spec, function)
+    op = ops.op_for(spec, str(given["function"]))
 
     def attention(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> Any:
-        return op(q, k, v, mask, sinks, *static(function))
+        return op(q, k, v, mask, sinks, *static)
 
     return attention, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.sinks)
+
+
+# Arguments of the kernel's ops after the tensors (tpu_kernels/ops.py).
+OP_STATIC = ("scale", "softcap", "causal", "has_validity", "precision", "block_q", "block_kv", "vmem_bytes")
 
 
 def _sdpa(shape: Shape, inputs: Inputs, device: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -22,7 +22,7 @@ from tpu_kernels.offdevice.schedule import Estimator, Schedule
 from tpu_kernels.offdevice.targets import Target
 from tpu_kernels.offdevice.targets import target as find_target
 
-from .implementations import Candidate, CannotError, Implementation, version
+from .implementations import Candidate, CannotError, Implementation, kernel_digest, version
 from .shapes import Shape
 
 STATIC_SCHEDULE = "static schedule"
@@ -111,14 +111,6 @@ def _digest(*paths: Path) -> str:
     return made.hexdigest()
 
 
-@functools.cache
-def _kernel_digest(name: str) -> str:
-    from tpu_kernels import staging
-    from tpu_kernels.specs import load_specs
-
-    return next(staging.content_hash(spec.folder) for spec in load_specs() if spec.name == name)
-
-
 def cache_key(implementation: Implementation, candidate: Candidate, target: str) -> str:
     """Changes with the program, the kernel's source, the versions and the estimator."""
     folder = Path(offdevice.__file__).parent
@@ -128,7 +120,7 @@ def cache_key(implementation: Implementation, candidate: Candidate, target: str)
         "times": candidate.times,
         "target": target,
         "sources": _digest(*implementation.sources),
-        "kernel": _kernel_digest(implementation.kernel) if implementation.kernel else "",
+        "kernel": kernel_digest(implementation.kernel) if implementation.kernel else "",
         "versions": {name: version(name) for name in (*implementation.packages, "libtpu")},
         "estimator": [_FORMAT, _digest(*(folder / name for name in _ESTIMATOR))],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,6 +72,21 @@ class Implementation:
         """Packages that are not installed."""
         return tuple(name for name in self.packages if version(name) is None)
 
+    def spec(self) -> Any:
+        """The installed kernel's KernelSpec."""
+        from tpu_kernels.specs import load_specs
+
+        return next(each for each in load_specs() if each.name == self.kernel)
+
+
+@functools.cache
+def kernel_digest(name: str) -> str:
+    """Of the source of the installed kernel called `name`."""
+    from tpu_kernels import staging
+    from tpu_kernels.specs import load_specs
+
+    return next(staging.content_hash(spec.folder) for spec in load_specs() if spec.name == name)
+
 
 def version(package: str) -> str | None:
     """The installed version, or None."""
@@ -108,16 +124,16 @@ def range_mask(shape: Shape) -> np.ndarray | None:
 
 def _range_attention(shape: Shape, target: str) -> list[Candidate]:
     from tpu_kernels import routing
-    from tpu_kernels.specs import load_specs
-    from tpu_kernels.tuning import tuning_of_generation
+    from tpu_kernels.tuning import TABLE, tuning_of
 
-    spec = next(each for each in load_specs() if each.name == OURS)
+    spec = IMPLEMENTATIONS[OURS].spec()
     asked = request(shape)
     reason = routing.refusal(asked, spec)
     if reason is not None:
         raise CannotError(f"routed to a fallback: {reason}")
     mask = range_mask(shape)
-    tuning = tuning_of_generation(target)
+    call = tuning_call(shape)
+    tuning = tuning_of(target, spec.folder / TABLE, call)
     static: dict[str, Any] = {
         "kernel": OURS,
         "scale": shape.head_dim**-0.5,
@@ -138,7 +154,7 @@ def _range_attention(shape: Shape, target: str) -> list[Candidate]:
             f"{HERE / 'training_step.py'}:forward_and_backward", (*tensors, out_array(shape)), target, static
         )
     else:
-        static["function"] = routing.pick_function(asked, spec)
+        static["function"] = call.function
         job = aot.FunctionJob("tpu_kernels.offdevice.kernel_call:call", tensors, target, static)
     return [Candidate("", job, values)]
 
@@ -158,6 +174,17 @@ def request(shape: Shape) -> Any:
         softcap=False, sinks=shape.sinks, position_bias=False, dropout=False, needs_grad=shape.pass_ == "training",
         output_attentions=False, unknown=(), disabled=False,
     )  # fmt: skip
+
+
+def tuning_call(shape: Shape) -> Any:
+    """The call as this package's kernel's table of block sizes knows it (`tuning.Call`)."""
+    from tpu_kernels import routing
+    from tpu_kernels.tuning import Call
+
+    asked = request(shape)
+    function = routing.pick_function(asked, IMPLEMENTATIONS[OURS].spec())
+    rows = shape.q_len * (asked.group_size if function == "decode" else 1)
+    return Call(function, KIND, asked.mask, shape.head_dim, shape.v_head_dim, rows, shape.kv_len)
 
 
 # --- torch_tpu's SDPA ----------------------------------------------------------------------------------------------

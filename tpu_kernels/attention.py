@@ -17,7 +17,7 @@ from .ledger import Ledger, layer_label
 from .reasons import REASONS, FallbackError
 from .request import AttentionRequest, MaskKind
 from .routing import Route, decide
-from .tuning import tuning_for
+from .tuning import TABLE, Call, tuning_for
 
 LEDGER = Ledger()
 
@@ -198,8 +198,7 @@ def _run_kernel(
 ) -> torch.Tensor:
     has_validity = plan.request.mask == "ranges+validity"
     kv_len = key.shape[2]
-    # Without a mask also at whole buckets: a call that has none there would be one more program.
-    if not compiling and plan.route.function == "decode" and (mask is None or kv_len % _KV_BUCKET):
+    if not compiling and plan.route.function == "decode" and _pads_keys(mask, kv_len):
         padding = (0, 0, 0, -kv_len % _KV_BUCKET)
         mask = _bound_ranges(mask, query, kv_len, causal, has_validity)
         key, value, causal = F.pad(key, padding), F.pad(value, padding), False
@@ -208,6 +207,12 @@ def _run_kernel(
         query, key, value, mask, sinks, float(scaling), float(softcap), causal, has_validity, plan.precision, *plan.blocks
     )
     return out[0] if plan.route.function == "forward_with_lse" else out
+
+
+def _pads_keys(mask: torch.Tensor | None, kv_len: int) -> bool:
+    """Whether an eager decode step is brought to whole buckets, as explicit ranges: without a mask also one that has
+    whole buckets, which would be one more program."""
+    return mask is None or kv_len % _KV_BUCKET != 0
 
 
 def _bound_ranges(
@@ -317,7 +322,15 @@ def _make_plan(
     if route.target != "kernel":
         return _Plan(request, route, _detail(request, route.reason))
     op_name = ops.op_name(route.kernel, route.function)
-    return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), _blocks(device, route.function))
+    if device == "cpu":  # emulated: the kernel chooses, whatever the lengths, which may be symbolic
+        blocks = _blocks(device, route.function)
+    else:  # torch_tpu's graphs are of one length each: int() makes a symbolic one a constant
+        group = request.group_size if route.function == "decode" else 1
+        blocks = _blocks(
+            device, route.function, route.kernel, str(dtype).removeprefix("torch."), "ranges" if mask_facts else mask,
+            int(q_shape[3]), int(v_shape[3]), int(q_shape[2] * group), int(k_shape[2]),
+        )  # fmt: skip
+    return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), blocks)
 
 
 def plan_with_lse(
@@ -522,8 +535,12 @@ def _traced_settings() -> tuple[bool, bool, str]:
 
 
 @torch.compiler.assume_constant_result
-def _blocks(device: str, function: str) -> tuple[int, int, int]:
-    tuning = tuning_for(device, function)
+def _blocks(device: str, function: str, kernel: str = "", *call: Any) -> tuple[int, int, int]:
+    """(block_q, block_kv, vmem_bytes); call: the further fields of a tuning.Call, by which the kernel's table is read."""
+    if call:
+        tuning = tuning_for(device, function, _known[kernel].folder / TABLE, Call(function, *call))
+    else:
+        tuning = tuning_for(device, function)
     return tuning.block_q, tuning.block_kv, tuning.vmem_bytes
 
 

@@ -108,7 +108,7 @@ def test_a_training_step_runs():
 def test_another_result_is_not_timed(monkeypatch):
     shape = small("causal-32x8-d64-4k", kv_heads=4)
     task = estimate.tasks([shape], [IMPLEMENTATIONS[OURS]], "v6e")[0]
-    monkeypatch.setattr(device, "_ours", lambda shape, inputs, where: (lambda q: q, (inputs.q,)))
+    monkeypatch.setattr(device, "_ours", lambda task, inputs: (lambda q: q, (inputs.q,)))
     base = estimate.tasks([shape], [IMPLEMENTATIONS[BASE]], "v6e")[0]
     wrong, right = device.run([task, base], "cpu", rounds=1)
     assert wrong.seconds is None and "off SDPA's by" in wrong.error

@@ -13,54 +13,11 @@ from typer.testing import CliRunner
 from benchmarks import estimate, report, shapes
 from benchmarks.__main__ import app
 from benchmarks.implementations import BASE, IMPLEMENTATIONS, OURS, CannotError, range_mask
-from tpu_kernels.offdevice import aot, emit
-from tpu_kernels.offdevice.schedule import Operation, Schedule
 from tpu_kernels.offdevice.targets import TARGETS
 
+from .fake_estimator import MIB, FakeEstimator
+
 TABLE = shapes.load()
-MIB = 2**20
-
-
-class FakeEstimator:
-    """Answers at once. Kernels of ours take 1 ms, SDPA 2 ms, splash its block size in us; refuses what `broken` names."""
-
-    made = 0
-    asked: list[str] = []
-    broken = ""
-
-    def __init__(self, name):
-        FakeEstimator.made += 1
-        self.target = TARGETS[name]
-        self.emitter = self
-
-    def close(self):
-        pass
-
-    def _schedule(self, what, seconds):
-        self.asked.append(what)
-        failed = bool(self.broken) and self.broken in what
-        compiled = aot.Compiled(not failed, "compile", "RESOURCE_EXHAUSTED: vmem" * failed, self.target.name, {"k": 3 * MIB})
-        if failed:
-            return Schedule(compiled)
-        cycles = round(seconds * self.target.clock_hz)
-        kernel = Operation("k", True, 1, cycles, 0.0, 64 * MIB, {"MATMUL": 0.5}, ((0, 900, 10, 100), (9, 1000, 4, 1700)))
-        return Schedule(compiled, seconds=seconds, operations=(kernel,))
-
-    def function(self, job, values=None):
-        assert job.target == self.target.name
-        assert all(np.asarray(each).shape == job.arguments[place].shape for place, each in (values or {}).items())
-        block = job.static.get("block")
-        return self._schedule(job.function.rpartition(":")[2] + str(block or ""), 1e-6 * block if block else 1e-3)
-
-    def run(self, job, folder):
-        (folder / "graph0.mlir").write_text("module {}")
-        return emit.Emitted(True, "lower", "", (folder / "graph0.mlir",))
-
-    def module(self, path):
-        return self._schedule("module", 2e-3)
-
-    def compile(self, path):
-        return aot.Compiled(True, "compile", "", self.target.name, temp_bytes=7 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +102,7 @@ def test_the_cache_knows_sources_versions_and_targets(monkeypatch):
     (sdpa,) = base.candidates(TABLE["causal-16x8-d128-4k"], "v6e")
     keys = [estimate.cache_key(ours, candidate, "v6e"), estimate.cache_key(ours, candidate, "v5e")]
     keys += [estimate.cache_key(ours, other, "v6e"), estimate.cache_key(base, sdpa, "v6e")]
-    monkeypatch.setattr(estimate, "_kernel_digest", lambda name: "another source")
+    monkeypatch.setattr(estimate, "kernel_digest", lambda name: "another source")
     keys.append(estimate.cache_key(ours, candidate, "v6e"))
     assert estimate.cache_key(base, sdpa, "v6e") == keys[3]  # SDPA does not depend on it
     monkeypatch.setattr(estimate, "version", lambda package: "9.9")

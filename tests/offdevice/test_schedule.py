@@ -128,6 +128,14 @@ def test_unknown_values_do_no_harm_where_nothing_depends_on_them():
     assert dict(made.unknown_opcodes) == {"snewthing.u32": 1}
 
 
+def test_a_number_that_is_no_integer_is_not_known():
+    start = ["%s1_s1 = smov.f32 1.442695", "%s2_s2 = scalar_select /*predicate=*/1, /*on_true=*/-2.5e+07, /*on_false=*/inf"]
+    assert program(*start, "").run(MODEL).cycles == 3
+    branch = ["%p1_p1 = scmp.eq.s32.totalorder %s2_s2, 0", "%9 = sbr.rel (%p1_p1) target bundleno = 6 (0x6), region = 1"]
+    with pytest.raises(UnsupportedProgramError, match="not known"):
+        program(*start, *branch, "", "", "").run(MODEL)
+
+
 def test_a_predicate_that_is_not_known_makes_its_results_unknown():
     """Not a word of memory, nor a register, is taken for known then; others are."""
     start = [

@@ -220,6 +220,7 @@ _OPERAND = re.compile(r"shape: (\w+)\[([\d,]*)\].*?index: (\d+), kind: (\w+)")
 _REGISTER = re.compile(r"^%([A-Za-z0-9_]+)$")
 _CORE_ID = "megacore core id"  # how the dump remarks on a load of the number of the core it runs on
 _LITERAL = re.compile(r"^(?:\$?0x([0-9a-f]+)|(-?\d+))$")
+_FLOAT = re.compile(r"^-?(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)$")  # on their way to the vector unit
 
 
 class Operand(NamedTuple):
@@ -501,6 +502,8 @@ class Program:
         if literal := _LITERAL.match(text):
             value = int(literal.group(1), 16) if literal.group(1) else int(literal.group(2))
             return str(value - (1 << 32) if 1 << 31 <= value < 1 << 32 else value)
+        if _FLOAT.match(text):
+            return "UNKNOWN"
         if text.startswith("#"):
             number = self._allocations.setdefault(text, len(self._allocations))
             return str((number + 1) << _ALLOCATION_SHIFT)

@@ -126,7 +126,7 @@ class _Recorder:
             mock.patch.object(attention, "decide", decide),
             mock.patch.object(attention, "tuning_for", tuning_for),
             # Compiled models do not pad the cache's length.
-            mock.patch.object(attention, "_KV_BUCKET", 1),
+            mock.patch.object(attention, "_pads_keys", lambda *_: False),
             # torch cannot say whether autocast is on for "meta".
             mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),
             # Read from values of position ids, which are not there: prompts of a plan are not packed.
