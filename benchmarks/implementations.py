@@ -13,6 +13,7 @@ import numpy as np
 
 from tpu_kernels.offdevice import aot, emit
 from tpu_kernels.offdevice.aot import Array
+from tpu_kernels.offdevice.plan import reduced
 
 from .shapes import Shape
 
@@ -20,9 +21,6 @@ HERE = Path(__file__).resolve().parent
 OURS = "range-attention"
 BASE = "sdpa"
 KIND = "bfloat16"
-# Grid steps of SDPA that one estimate follows. A larger call is estimated for fewer of its heads, which are all alike.
-_STEPS = 20_000
-_SDPA_BLOCK = 512
 _SPLASH_BLOCKS = (512, 1024, 2048)
 
 
@@ -191,15 +189,9 @@ def tuning_call(shape: Shape) -> Any:
 
 
 def _part(shape: Shape) -> Shape:
-    """The shape with as few sequences and KV heads as one estimate of SDPA can follow."""
-    batch, kv_heads, group = shape.batch, shape.kv_heads, shape.q_heads // shape.kv_heads
-    blocks = -(-shape.q_len // _SDPA_BLOCK) * -(-shape.kv_len // _SDPA_BLOCK)
-    while batch * kv_heads * group * blocks > _STEPS and batch * kv_heads > 1:
-        if batch > 1:
-            batch = 1 if batch % 2 else batch // 2
-        else:
-            kv_heads = 1 if kv_heads % 2 else kv_heads // 2
-    return dataclasses.replace(shape, batch=batch, kv_heads=kv_heads, q_heads=group * kv_heads)
+    """The shape with as few sequences and KV heads as one estimate of SDPA can follow; those left out are alike."""
+    batch, kv_heads = reduced({"request": dataclasses.asdict(shape)})
+    return dataclasses.replace(shape, batch=batch, kv_heads=kv_heads, q_heads=shape.q_heads // shape.kv_heads * kv_heads)
 
 
 def _in_parts(shape: Shape, job: Callable[[Shape], emit.FunctionJob | emit.ModuleJob]) -> list[Candidate]:

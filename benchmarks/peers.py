@@ -110,7 +110,22 @@ def jax_splash(
     kernel = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([_mask(sees, window, padded, masks)] * q.shape[1]), block_sizes=blocks, interpret=interpret
     )
-    ids = _segments(sees, document, length, padded)
+    return _by_splash(splash, kernel, q, k, v, sinks, grad_out, _segments(sees, document, length, padded), padded)
+
+
+def _by_splash(
+    splash: Any,
+    kernel: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    grad_out: jax.Array | None,
+    ids: jax.Array | None,
+    padded: int,
+) -> Any:
+    """A kernel of the splash family over a batch; `splash` is its module, ids its segments over the padded length."""
+    length = q.shape[2]
     segments = None if ids is None else splash.SegmentIds(ids, ids)
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -118,11 +133,14 @@ def jax_splash(
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        if padded > length:
-            q, k, v = (jnp.pad(each, ((0, 0), (0, 0), (0, padded - length), (0, 0))) for each in (q, k, v))
-        return jax.vmap(one)(q, k, v)[:, :, :length]
+        return jax.vmap(one)(*_fill_up((q, k, v), padded))[:, :, :length]
 
     return _with_gradients(attention, q, k, v, grad_out)
+
+
+def _fill_up(tensors: tuple[jax.Array, ...], padded: int) -> list[jax.Array]:
+    """[B, H, S, D] with S made `padded`."""
+    return [jnp.pad(each, ((0, 0), (0, 0), (0, padded - each.shape[2]), (0, 0))) for each in tensors]
 
 
 def torch_tpu_splash(
@@ -198,8 +216,7 @@ def jax_flash(
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if group > 1:
             k, v = (jnp.repeat(each, group, axis=1) for each in (k, v))
-        if padded > length:
-            q, k, v = (jnp.pad(each, ((0, 0), (0, 0), (0, padded - length), (0, 0))) for each in (q, k, v))
+        q, k, v = _fill_up((q, k, v), padded)
         out = flash.flash_attention(
             q, k, v, None, segments, causal=sees != "full", sm_scale=q.shape[-1] ** -0.5, block_sizes=blocks
         )
@@ -246,19 +263,7 @@ def tokamax_splash(
     kernel = splash.make_splash_mha(
         mask=_mask(sees, window, padded, masks), config=config, q_seq_shards=1, save_residuals=False
     )
-    ids = _segments(sees, document, length, padded)
-    segments = None if ids is None else splash.SegmentIds(ids, ids)
-
-    def one(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return kernel(q, k, v, segment_ids=segments, sinks=None if sinks is None else sinks.astype(jnp.float32))
-
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        if padded > length:
-            q, k, v = (jnp.pad(each, ((0, 0), (0, 0), (0, padded - length), (0, 0))) for each in (q, k, v))
-        return jax.vmap(one)(q, k, v)[:, :, :length]
-
-    return _with_gradients(attention, q, k, v, grad_out)
+    return _by_splash(splash, kernel, q, k, v, sinks, grad_out, _segments(sees, document, length, padded), padded)
 
 
 def _with_gradients(
