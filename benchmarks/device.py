@@ -176,17 +176,21 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     )
 
 
-def callable_of(task: Task, inputs: Inputs, device: str) -> Call:
-    """The task's call on `inputs`, compiled by torch_tpu on a TPU."""
+def function_of(task: Task, inputs: Inputs, device: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(function, arguments) of the task's call."""
     shape, name = task.shape, task.implementation.name
     if name == OURS:
-        function, arguments = _ours(task, inputs)
-    elif name == BASE:
-        function, arguments = _sdpa(shape, inputs, device)
-    elif name == "sdpa-transformers":
-        function, arguments = _sdpa_transformers(shape, inputs)
-    else:
-        function, arguments = _peer(task, inputs, device)
+        return _ours(task, inputs)
+    if name == BASE:
+        return _sdpa(shape, inputs, device)
+    if name == "sdpa-transformers":
+        return _sdpa_transformers(shape, inputs)
+    return _peer(task, inputs, device)
+
+
+def callable_of(task: Task, inputs: Inputs, device: str) -> Call:
+    """The task's call, compiled by torch_tpu on a TPU."""
+    function, arguments = function_of(task, inputs, device)
     if device == "tpu":
         function = torch.compile(function, backend="tpu", fullgraph=True, dynamic=False)
 
@@ -259,7 +263,7 @@ def _peer(task: Task, inputs: Inputs, device: str) -> tuple[Callable[..., Any], 
     training = task.shape.pass_ == "training"
     key = (name, device, training)
     if key not in _peer_ops:
-        _peer_ops[key] = _peer_op(getattr(peers, name), device, training)
+        _peer_ops[key] = peer_op(getattr(peers, name), device, training=training)
     op = _peer_ops[key]
     static = [job.static[each] if each != "interpret" else device != "tpu" for each in PEER_STATIC]
 
@@ -272,7 +276,8 @@ def _peer(task: Task, inputs: Inputs, device: str) -> tuple[Callable[..., Any], 
 PEER_STATIC = ("sees", "window", "document", "block", "variant", "interpret")
 
 
-def _peer_op(function: Callable[..., Any], device: str, training: bool) -> Callable[..., Any]:
+def peer_op(function: Callable[..., Any], device: str, *, training: bool) -> Callable[..., Any]:
+    """A function of peers.py on torch tensors; the arguments of PEER_STATIC follow the tensors by position."""
     import jax
 
     def call(q, k, v, sinks, grad_out, sees, window, document, block, variant, interpret):  # type: ignore[no-untyped-def]

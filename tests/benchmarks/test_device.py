@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import device, estimate, implementations, shapes
 from benchmarks.implementations import BASE, IMPLEMENTATIONS, OURS
+from tpu_kernels.offdevice import emit
 
 TABLE = shapes.load()
+PROGRAMS = Path(__file__).with_name("device_programs.py")
+
+
+@pytest.fixture(scope="module")
+def emitter():
+    with emit.Emitter("v6e", timeout=200) as made:
+        yield made
 
 
 class Machine:
@@ -113,6 +122,29 @@ def test_another_result_is_not_timed(monkeypatch):
     wrong, right = device.run([task, base], "cpu", rounds=1)
     assert wrong.seconds is None and "off SDPA's by" in wrong.error
     assert right.seconds is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "implementation", "label", "kernels"),
+    [
+        ("causal-16x8-d128-4k", OURS, "", 1),
+        ("training-16x8-d128-4k", OURS, "", 2),
+        ("window128-sinks-64x8-d64-4k", OURS, "", 1),
+        ("causal-16x8-d128-4k", BASE, "", 0),
+        ("training-16x8-d128-4k", BASE, "", 0),
+        ("causal-16x8-d128-4k", "sdpa-transformers", "", 0),
+        ("causal-16x8-d128-4k", "jax-splash", "blocks of 512", 1),
+        ("causal-16x8-d128-4k", "jax-flash", "blocks of 1024", 1),
+    ],
+)
+def test_what_a_tpu_would_be_given_is_one_graph_that_compiles(tmp_path, emitter, shape, implementation, label, kernels):
+    """torch_tpu itself takes the runner's programs, JAX peers through its jax_op among them; no device runs them."""
+    parameters = {"shape": shape, "implementation": implementation, "label": label}
+    emitted = emitter.run(emit.ModuleJob(f"{PROGRAMS}:program", parameters), tmp_path)
+    assert emitted.ok, emitted.error
+    assert (emitted.graphs, emitted.graph_breaks, len(emitted.kernels)) == (1, 0, kernels)
+    assert emitter.compile(emitted.modules[0]).ok
 
 
 def test_dense_masks_say_what_ranges_say():
