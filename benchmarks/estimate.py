@@ -26,7 +26,8 @@ from .implementations import Candidate, CannotError, Implementation, kernel_dige
 from .shapes import Shape
 
 STATIC_SCHEDULE = "static schedule"
-_FORMAT = 1  # of what the cache holds: counts up when a Figure is made in another way
+_FORMAT = 2  # of what the cache holds: counts up when a Figure is made in another way
+_PATHS = 12
 _ESTIMATOR = ("compiler.py", "llo.py", "schedule.py", "targets.py", "torch_trace.py")
 
 
@@ -47,6 +48,8 @@ class Figure:
         block: (passes, cycles of a pass) of the piece of program that does the most products in one pass: a full block.
         block_busy: matrix units busy in it.
         units: unit -> busy share of issued cycles, of the operation that takes longest.
+        paths: its pieces of program that most cycles go to: (passes, cycles of a pass, matrix-unit slots of a pass). A
+            kernel's full, masked and skipped steps, its first and its last, are such pieces.
     """
 
     shape: str
@@ -66,6 +69,7 @@ class Figure:
     block: tuple[int, int] = (0, 0)
     block_busy: float = 0.0
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    paths: tuple[tuple[int, int, int], ...] = ()
 
 
 class Estimates(Protocol):
@@ -92,7 +96,7 @@ class Cache:
     def get(self, key: str) -> Figure | None:
         try:
             found = json.loads((self._folder / f"{key}.json").read_text(encoding="utf-8"))
-            return Figure(**{**found, "block": tuple(found["block"])})
+            return Figure(**{**found, "block": tuple(found["block"]), "paths": tuple(map(tuple, found["paths"]))})
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
@@ -246,4 +250,5 @@ def _figure(task: Task, goal: Target, schedule: Schedule | None, error: str) -> 
         block=(passes, cycles),
         block_busy=slots / (cycles * goal.mxus),
         units=longest.units,
+        paths=tuple((passes, cycles, slots) for _, cycles, passes, slots in longest.paths[:_PATHS]),
     )

@@ -129,6 +129,8 @@ def first_call(target: str) -> list[tuple[str, dict[str, float]]]:
             if not emitted.ok:
                 raise RuntimeError(f"{emitted.stage}: {emitted.error}")
             compiled = emitter.compile(emitted.modules[0])
+            if not compiled.ok:
+                raise RuntimeError(f"{compiled.stage}: {compiled.error}")
             stages = {"trace and export": emitted.seconds["trace"], "compile": compiled.seconds["compile"]}
             found.append((f"[1, 16, {length}, 128]", stages))
     return found

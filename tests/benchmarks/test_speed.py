@@ -47,6 +47,7 @@ def test_the_best_of_each_is_compared_with_sdpa_and_the_bars(tmp_path):
     assert checks["time over jax-splash's"].value == pytest.approx(1e-3 / 512e-6)
     # A full block is the piece with the most products: 1700 slots of two units in 1000 cycles.
     assert compared.of(OURS).block == (4, 1000)
+    assert compared.of(OURS).paths == ((10, 900, 100), (4, 1000, 1700))
     assert checks["matrix units busy in full blocks"].value == pytest.approx(0.85)
     assert compared.of(OURS).matrix_busy == pytest.approx(0.5)
     assert report.verdict([compared]) == (3, 1, 0)
