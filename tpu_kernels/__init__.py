@@ -16,24 +16,37 @@ from .registration import Registration, register, unregister
 if TYPE_CHECKING:
     import torch
 
+    from .bucketing import PromptBuckets
     from .ledger import Explanation
+    from .paged_cache import continuous_batching
     from .partials import attention_with_lse, merge_partials, position_ranges
+    from .tensor_parallel import gather_explanations, merge_explanations, tensor_parallel_plan
 
 __version__ = "0.1.0"
 __all__ = [
     "FallbackError",
+    "PromptBuckets",
     "Registration",
     "attention_with_lse",
+    "continuous_batching",
     "explain",
+    "gather_explanations",
+    "merge_explanations",
     "merge_partials",
     "position_ranges",
     "register",
     "reset",
+    "tensor_parallel_plan",
     "unregister",
 ]
 
 # Found in these modules on first use, so that importing the package imports no torch.
-_LAZY = {name: "partials" for name in ("attention_with_lse", "merge_partials", "position_ranges")}
+_LAZY = {
+    "PromptBuckets": "bucketing",
+    "continuous_batching": "paged_cache",
+    **dict.fromkeys(("attention_with_lse", "merge_partials", "position_ranges"), "partials"),
+    **dict.fromkeys(("gather_explanations", "merge_explanations", "tensor_parallel_plan"), "tensor_parallel"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -62,9 +75,10 @@ def explain(model: torch.nn.Module | None = None) -> Explanation:
 
 
 def reset() -> None:
-    """Forget all counted calls and warnings given."""
-    from .attention import LEDGER
+    """Forget all counted calls, shapes and warnings given."""
+    from .attention import LEDGER, forget_plans
     from .masks import dense_reasons
 
     LEDGER.clear()
+    forget_plans()
     dense_reasons.clear()

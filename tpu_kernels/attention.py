@@ -5,14 +5,16 @@ Nothing here reads a tensor's values, so a call costs no device synchronisation 
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
-from . import fallback, masks, ops, specs
+from . import fallback, masks, ops, paged_cache, specs, tensor_parallel
 from .ledger import Ledger, layer_label
 from .reasons import REASONS, FallbackError
 from .request import AttentionRequest, MaskKind
@@ -32,8 +34,8 @@ _HARMLESS = frozenset(
 _REFUSED = {
     "indices": "this model selects keys by top-k indices; use attn_implementation='sdpa' or 'eager' for it",
     "block_indices": "this model selects blocks of keys by index; use attn_implementation='eager' for it",
-    "cache": "continuous batching's paged cache is not supported; use attn_implementation='sdpa' with it",
-    "block_table": "continuous batching's paged cache is not supported; use attn_implementation='sdpa' with it",
+    "block_table": "this call asks for attention on a block table; set max_blocks_per_request=0 in the continuous batching "
+    "config",
     "head_mask": "head masks are not supported; use attn_implementation='eager'",
     "alibi": "ALiBi must arrive as position_bias or inside the mask; use attn_implementation='eager'",
 }
@@ -103,12 +105,25 @@ def tpu_attention(
         FallbackError: in strict mode, where a call would have fallen back.
         hub.KernelLoadError: when the kernel cannot be loaded.
     """
+    if type(query) is not torch.Tensor and isinstance(query, DTensor):
+        return tensor_parallel.on_local_tensors(
+            functools.partial(tpu_attention, kernels=kernels), module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, sliding_window=sliding_window, softcap=softcap,
+            s_aux=s_aux, sinks=sinks, position_bias=position_bias, output_attentions=output_attentions,
+            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, **kwargs,
+        )  # fmt: skip
+    if "cache" in kwargs and kwargs["cache"] is not None:
+        bounds = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        key, value, attention_mask = paged_cache.read_cache(module, key, value, attention_mask, kwargs, bounds)
+        cu_seq_lens_k = bounds["cu_seq_lens_k"]
     compiling = torch.compiler.is_compiling()
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as autocast does for SDPA
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sinks = s_aux if s_aux is not None else sinks
+    if sinks is not None:
+        sinks = tensor_parallel.local_sinks(sinks)
     unknown = tuple(sorted(_unknown(kwargs))) if kwargs else ()
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -155,6 +170,7 @@ def tpu_attention(
         found = _plans.get(facts)
         if found is None:
             found = _plans[facts] = _make_plan(*facts)
+            LEDGER.met(found.request, found.route)
         plan = found
     route = plan.route
     if strict and route.target != "kernel":
@@ -241,6 +257,7 @@ def _ranges_from_kwargs(
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     rows = torch.arange(q_len, device=query.device)
     if cu_q is not None:
+        rows = rows.to(cu_q.dtype)
         if batch != 1:
             raise ValueError(
                 f"cu_seq_lens_q was given with batch size {batch} and no attention_mask; packed bounds describe a batch "
@@ -333,6 +350,11 @@ def _make_plan(
     return _Plan(request, route, "", op_name, ops.matmul_precision(dtype, precision), blocks)
 
 
+def forget_plans() -> None:
+    """Plan anew at the next calls, so that shapes are counted anew."""
+    _plans.clear()
+
+
 def plan_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -421,7 +443,10 @@ def _check_shapes(
             "tp_size that divides the number of KV heads, or replicate q/k/v/o projections in tp_plan."
         )
     if sinks is not None and tuple(sinks) != (q[1],):
-        raise ValueError(f"sinks have shape {tuple(sinks)}; expected one value for each of {q[1]} query heads.")
+        raise ValueError(
+            f"sinks have shape {tuple(sinks)}; expected one value for each of {q[1]} query heads. Under tensor parallelism, "
+            "the tp_plan that splits the projections must split the sinks too (\"...self_attn.sinks\": \"colwise\")."
+        )
 
 
 def _mask_kind(

@@ -19,7 +19,12 @@ from .routing import Route
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .request import AttentionRequest
+
 logger = logging.getLogger("tpu_kernels")
+
+# More distinct shapes than this are worth a word: as many as Dynamo compiles one function for, and a decode shape.
+_MANY_SHAPES = 9
 
 
 class _Layer:
@@ -53,6 +58,16 @@ class Row:
     traced: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Sizes of one call that change from input to input, and the route that it took."""
+
+    route: str
+    batch: int
+    q_len: int
+    kv_len: int
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Where attention calls went since the last `reset()`.
@@ -60,12 +75,17 @@ class Explanation:
     rows: per layer, route and reason. masks: how often a mask could not become a row range, by reason.
     never_called: names of live models that asked for this attention and whose attention never reached it.
     kernels: which copy of each kernel this process has loaded, and what decided for it.
+    shapes: the distinct shapes that eager calls came with. On a TPU each is a program to compile.
+    notes: what else is worth knowing, a sentence each. ranks: how many processes' tables were merged into this one.
     """
 
     rows: tuple[Row, ...]
     masks: dict[str, int]
     never_called: tuple[str, ...]
     kernels: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    notes: tuple[str, ...] = ()
+    ranks: int = 1
 
     @property
     def total_calls(self) -> int:
@@ -92,7 +112,10 @@ class Explanation:
         console.print(table)
         console.print(
             f"{self.total_calls} calls: {self.kernel_calls} on a kernel, {self.fallback_calls} fell back."
+            + (f" ({self.ranks} processes)" if self.ranks > 1 else "")
         )
+        for note in self.notes:
+            console.print(f"  {note}")
         for kernel in self.kernels:
             console.print(f"  {kernel}")
         for code in sorted({row.reason for row in self.rows} - {"kernel"}):
@@ -116,6 +139,7 @@ class Ledger:
         self._layers: dict[int, _Layer] = {}
         self._traced: Counter[tuple[str, Route, str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
+        self._shapes: set[Shape] = set()
 
     def count(self, module: Any, route: Route, detail: str, device: str) -> None:
         """One eager call. About a microsecond."""
@@ -128,6 +152,13 @@ class Ledger:
         if route.target != "kernel":
             self._warn_once(type(module).__name__, route, detail)
 
+    def met(self, request: AttentionRequest, route: Route) -> None:
+        """An eager call with shapes or options that no call had before."""
+        self._shapes.add(Shape(route.name, request.batch, request.q_len, request.kv_len))
+        if request.device == "tpu" and len(self._shapes) > _MANY_SHAPES and ("", "shapes") not in self._warned:
+            self._warned.add(("", "shapes"))
+            logger.warning("%s", changing_shapes(self._shapes))
+
     def count_traced(self, label: str, route: Route, detail: str, device: str) -> None:
         """One call compiled into a graph."""
         self._traced[label, route, detail, device] += 1
@@ -138,6 +169,7 @@ class Ledger:
         self._layers.clear()
         self._traced.clear()
         self._warned.clear()
+        self._shapes.clear()
 
     def _warn_once(self, model: str, route: Route, detail: str) -> None:
         if (model, route.reason) in self._warned:
@@ -182,7 +214,34 @@ class Ledger:
             dict(masks),
             tuple(sorted(never)),
             tuple(f"kernel {name}: {kernel}" for name, kernel in hub.loaded_kernels()),
+            tuple(sorted(self._shapes)),
+            (changing_shapes(self._shapes),) if len(self._shapes) > _MANY_SHAPES else (),
         )
+
+
+def changing_shapes(shapes: Iterable[Shape]) -> str:
+    """Which sizes change, how often, and what keeps them few."""
+    sizes = {
+        "batch size": {shape.batch for shape in shapes},
+        "number of queries (prompt length)": {shape.q_len for shape in shapes},
+        "number of keys": {shape.kv_len for shape in shapes},
+    }
+    remedies = {
+        "batch size": "keep the batch size fixed",
+        "number of queries (prompt length)": "pad prompts to buckets (tpu_kernels.PromptBuckets)",
+        "number of keys": "use a static cache of one length (cache_implementation='static' with max_cache_len)",
+    }
+    changing = sorted((name for name in sizes if len(sizes[name]) > 1), key=lambda name: -len(sizes[name]))
+    told = ", ".join(f"{name} has {len(sizes[name])} values ({_range(sizes[name])})" for name in changing)
+    return (
+        f"attention met {len(set(shapes))} distinct shapes, each a program to compile on a TPU: {told}. To meet fewer: "
+        + "; ".join(remedies[name] for name in changing)
+        + "."
+    )
+
+
+def _range(values: set[int]) -> str:
+    return f"{min(values)} to {max(values)}"
 
 
 def _natural(text: str) -> tuple[tuple[int, int | str], ...]:

@@ -25,6 +25,7 @@ from .mask_encoding import (
     expand_range_mask,
     is_range_shape,
 )
+from .tensor_parallel import check_heads
 
 __all__ = [
     "check_range_mask_shape",
@@ -139,6 +140,8 @@ def tpu_attention_mask(
         mask (mask_encoding), or the dense bool [B, 1, Q, KV] mask of transformers' sdpa_mask; for OWN_ATTENTION models the
         additive one of its eager_mask.
     """
+    if getattr(config, "distributed_config", None) is not None:
+        check_heads(config)  # this is the first thing of ours that a forward pass calls, before the projections
     if config is not None and model_of(config) in OWN_ATTENTION:
         _record(f"model {model_of(config)} has attention code of its own, which adds its mask to the scores")
         return masking_utils.eager_mask(
