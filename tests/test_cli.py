@@ -122,6 +122,11 @@ def test_doctor_reports_a_kernel_that_does_not_load(clean, monkeypatch, tmp_path
     assert "does not load" in result.output and "TPU_KERNELS_CACHE" in result.output
 
 
+@pytest.mark.parametrize("command", ["doctor", "list", "plan", "verify", "init", "prefetch", "lock"])
+def test_every_command_has_an_example(command):
+    assert f"Example: tpu-kernels {command} " in " ".join(run(command, "--help").output.split())
+
+
 def test_list_names_functions_and_abilities():
     result = run("list")
     assert result.exit_code == 0, result.output

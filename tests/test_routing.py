@@ -116,6 +116,33 @@ def test_a_kernel_without_the_capability_refuses(capability, changes, reason):
     assert got.refusals == (("range-attention", reason),)
 
 
+def limited(**capabilities):
+    able = spec()
+    return dataclasses.replace(able, capabilities=dataclasses.replace(able.capabilities, **capabilities))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "changes", "reason"),
+    [
+        ({"length_multiple": 128}, {"q_len": 128, "kv_len": 256}, "kernel"),
+        ({"length_multiple": 128}, {"q_len": 127, "kv_len": 256}, "length"),
+        ({"length_multiple": 128}, {"q_len": 128, "kv_len": 257}, "length"),
+        ({"max_kv_len": 64}, {}, "kernel"),
+        ({"max_kv_len": 63}, {}, "length"),
+        ({"head_dim_multiple": 32}, {"head_dim": 96}, "kernel"),
+        ({"head_dim_multiple": 32}, {"head_dim": 72}, "head_dim"),
+        ({"head_dim_multiple": 32}, {"v_head_dim": 72}, "head_dim"),
+        ({"masks": ("none",)}, {"mask": "none", "mask_batch": 0}, "kernel"),
+        ({"masks": ("none",)}, {"mask": "causal", "mask_batch": 0}, "kernel"),
+        ({"masks": ("none",)}, {"mask": "ranges"}, "range_mask"),
+        ({"masks": ("none", "ranges")}, {"mask": "ranges+validity"}, "range_mask"),
+        ({"masks": ("none",)}, {"mask": "dense_float"}, "dense_mask"),
+    ],
+)
+def test_limits_on_lengths_head_sizes_and_masks(capabilities, changes, reason):
+    assert decide(dataclasses.replace(PLAIN, **changes), (limited(**capabilities),)).reason == reason
+
+
 def test_the_next_kernel_takes_what_the_first_refuses():
     able = spec()
     no_gqa = dataclasses.replace(

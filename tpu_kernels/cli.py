@@ -34,7 +34,10 @@ def doctor(
     as_json: Json = False,
     load: Annotated[bool, typer.Option(help="Also load each kernel, which imports jax.")] = True,
 ) -> None:
-    """Say whether the installed versions fit together, with a remedy for each problem. Exit code 1 if there is one."""
+    """Say whether the installed versions fit together, with a remedy for each problem. Exit code 1 if there is one.
+
+    Example: tpu-kernels doctor --json | jq '.[] | select(.level == "problem")'
+    """
     from .doctor import examine
 
     findings = examine(load_kernels=load)

@@ -31,7 +31,10 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Also draw the time of each layer, beside SDPA, to this file.")] = None,
 ) -> None:
     """Say which kernel each attention call of a model would run on, whether it compiles for a TPU generation, in what
-    memory, and how long it takes by the compiler's schedule, beside SDPA. Exit code 1 if something does not compile."""
+    memory, and how long it takes by the compiler's schedule, beside SDPA. Exit code 1 if something does not compile.
+
+    Example: tpu-kernels plan Qwen/Qwen3-0.6B --target v6e --batch 8 --prompt 4096
+    """
     from .offdevice.plan import PlanError, make_plan, read_config
     from .offdevice.targets import UnknownTargetError
 

@@ -23,5 +23,6 @@ def call(
 ) -> Any:
     """`function` of the installed kernel called `kernel`, on the arguments of its torch op (see `ops`)."""
     spec = next(each for each in load_specs() if each.name == kernel)
-    facing = bridge.facing_torch(getattr(hub.load_kernel(spec).module, function), interpret=False)
+    module = hub.load_kernel(spec).module
+    facing = bridge.facing_torch(getattr(module, function), interpret=False, ranges=spec.capabilities.takes_ranges)
     return facing(q, k, v, mask, sinks, **static)
