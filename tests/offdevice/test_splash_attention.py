@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tpu_kernels.offdevice import emit, module_text
 from tpu_kernels.offdevice.aot import Array, Compiler, FunctionJob
 from tpu_kernels.specs import load_specs
 
@@ -35,3 +38,20 @@ def test_it_compiles_up_to_its_limits(generation):
             arguments = (q, k, v, None, None, None, Array("float32", (4,)) if sinks else None)
             result = compiler.run(FunctionJob(function, arguments, generation, static))
             assert result.ok, f"{dtype} Q{q_len} KV{kv_len} D{dim}/{v_dim}: {result.stage}: {result.error}"
+
+
+@pytest.mark.slow
+def test_its_op_goes_through_torch_tpu(tmp_path):
+    """Grouped KV heads are not repeated, though D 96 makes bfloat16 q two halves."""
+    length, dim = 640, 96
+    q, k = (Array("bfloat16", (1, heads, length, dim)) for heads in (8, 2))
+    program = f"{Path(__file__).with_name('torch_programs.py')}:splash_attention"
+    with emit.Emitter("v6e", timeout=200) as emitter:
+        result = emitter.run(emit.FunctionJob(program, (q, k, k)), tmp_path)
+        assert result.ok, result.error
+        assert result.kernels == ("tpu_kernels_jax::splash_attention_forward",)
+        text = result.modules[0].read_text()
+        assert module_text.score_tensors(text, length, length) == {}
+        assert not module_text.expanded_kv(text, q_heads=8, kv_heads=2, kv_len=length, head_dim=dim)
+        compiled = emitter.compile(result.modules[0])
+        assert compiled.ok, compiled.error

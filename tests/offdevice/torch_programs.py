@@ -21,6 +21,14 @@ def sdpa_repeated(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def splash_attention(q, k, v):
+    """Causal attention on the packaged splash-attention, as the attention function calls it."""
+    from tpu_kernels import attention  # imports transformers, which the other programs do without
+
+    out, _ = attention.tpu_attention(torch.nn.Identity(), q, k, v, None, kernels=("splash-attention",))
+    return out
+
+
 def scale_and_shift(x: jax.Array, y: jax.Array, factor: float) -> jax.Array:
     """Stands for a kernel: plain JAX, so that the module it is put into can also run on a CPU."""
     return jax.jit(lambda a, b: a * factor + b)(x, y)
