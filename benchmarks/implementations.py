@@ -164,14 +164,15 @@ def request(shape: Shape) -> Any:
     from tpu_kernels.request import AttentionRequest
 
     mask = range_mask(shape)
-    return AttentionRequest(
-        batch=shape.batch, kv_batch=shape.batch, mask_batch=0 if mask is None else shape.batch,
-        q_heads=shape.q_heads, kv_heads=shape.kv_heads, q_len=shape.q_len, kv_len=shape.kv_len,
-        head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, dtype=torch.bfloat16, device="tpu",
-        mask=("causal" if shape.sees == "causal" else "none") if mask is None else "ranges",
-        softcap=False, sinks=shape.sinks, position_bias=False, dropout=False, needs_grad=shape.pass_ == "training",
-        output_attentions=False, unknown=(), disabled=False,
-    )  # fmt: skip
+    features = dict.fromkeys((each.name for each in dataclasses.fields(AttentionRequest)), False)  # what is not named
+    named = {
+        "batch": shape.batch, "kv_batch": shape.batch, "mask_batch": 0 if mask is None else shape.batch,
+        "q_heads": shape.q_heads, "kv_heads": shape.kv_heads, "q_len": shape.q_len, "kv_len": shape.kv_len,
+        "head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "dtype": torch.bfloat16, "device": "tpu",
+        "mask": ("causal" if shape.sees == "causal" else "none") if mask is None else "ranges",
+        "sinks": shape.sinks, "needs_grad": shape.pass_ == "training", "unknown": (),
+    }  # fmt: skip
+    return AttentionRequest(**(features | named))
 
 
 def tuning_call(shape: Shape) -> Any:
