@@ -88,6 +88,15 @@ def test_scaling(scaling):
     close(tpu_attention(Layer(), q, k, v, None, scaling=scaling)[0], want)
 
 
+@pytest.mark.parametrize("extra", [{}, {"is_causal": True}, {"sliding_window": 3}])
+def test_no_mask_means_every_key_to_models_that_transformers_keeps_off_sdpa(extra):
+    """As eager, the only attention that they are made for, takes it."""
+    model = type("Attention", (Layer,), {"__module__": "transformers.models.nllb_moe.modeling_nllb_moe"})
+    q, k, v = tensors()
+    close(tpu_attention(model(is_causal=True), q, k, v, None, **extra)[0],
+          sdpa_attention_forward(Layer(is_causal=False), q, k, v, None)[0])  # fmt: skip
+
+
 def dense_window(q_len, kv_len, window, offset=0):
     rows = torch.arange(q_len)[:, None] + offset
     keys = torch.arange(kv_len)[None]
@@ -182,7 +191,43 @@ def test_position_bias_is_that_of_transformers():
         close(tpu_attention(Layer(), q, k, v, mask, position_bias=bias)[0], want)
 
 
-@pytest.mark.parametrize("argument", ["indices", "block_indices", "block_table", "cache", "head_mask"])
+MASKED = {
+    "none": (None, None),
+    "ranges": (lambda dense: masks.encode_ranges(torch.zeros(B, 8).int(), torch.arange(1, 9).expand(B, 8), None, 12), True),
+    "bool": (lambda dense: dense, True),
+    "float": (lambda dense: torch.zeros(dense.shape).masked_fill(~dense, torch.finfo(torch.float32).min), True),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_keys_selected_by_index(kind, sinks):
+    """Sparse attention: the selection joins the mask, as the models themselves do it for SDPA and eager."""
+    q, k, v = tensors(8, 12)
+    make, _ = MASKED[kind]
+    causal = torch.ones(B, 1, 8, 12, dtype=torch.bool).tril()
+    chosen = torch.rand(B, 8, 12, generator=torch.Generator().manual_seed(3)).topk(5).indices.int()
+    seen = causal & torch.zeros(B, 8, 12, dtype=torch.bool).scatter(-1, chosen.long(), True)[:, None]
+    some = seen.any(-1).expand(B, HQ, 8).transpose(1, 2)
+    extra = {"s_aux": torch.zeros(HQ)} if sinks else {}
+    got, _ = tpu_attention(Layer(), q, k, v, make and make(causal), indices=chosen, **extra)
+    want, _ = tpu_attention(Layer(), q, k, v, seen, **extra)
+    close(got[some], want[some])
+    rows = {(row.route, row.reason) for row in tpu_kernels.explain().rows}
+    route = "eager" if sinks else "sdpa"
+    assert rows == {(route, "selected_keys"), (route, "dense_mask")}
+
+
+def test_a_selection_that_nobody_can_read_is_refused():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="indices have shape"):
+        tpu_attention(Layer(), q, k, v, None, indices=torch.zeros(B, 1, 8, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="block_indices.*no indexer"):
+        tpu_attention(Layer(), q, k, v, None, block_indices=torch.zeros(B, 1, 8, 3, dtype=torch.int32))
+    assert not tpu_kernels.explain().rows
+
+
+@pytest.mark.parametrize("argument", ["block_table", "cache", "head_mask"])
 def test_arguments_that_nothing_here_honours_are_refused(argument):
     q, k, v = tensors()
     with pytest.raises(ValueError, match=argument):
@@ -245,11 +290,17 @@ def test_gradients_flow_through_the_kernel_and_the_fallback():
     }  # fmt: skip
 
 
-def test_one_query_row_broadcasts_over_the_keys_batch():
-    q, k, v = tensors()
-    got, _ = tpu_attention(Layer(is_causal=False), q[:1], k, v, None)
-    close(got, sdpa_attention_forward(Layer(is_causal=False), q[:1].expand(B, -1, -1, -1), k, v, None)[0])
-    assert only_row().reason == "batch_broadcast"
+@pytest.mark.parametrize("kind", ["none", "ranges", "bool"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_one_query_row_broadcasts_over_the_keys_batch(kind, weights):
+    """Learned queries (a Q-Former's) stand in a batch of one."""
+    q, k, v = tensors(8, 12)
+    dense = None if kind == "none" else torch.ones(B, 1, 8, 12, dtype=torch.bool).tril()
+    mask = MASKED[kind][0] and MASKED[kind][0](dense)
+    layer = Layer(is_causal=False)
+    got, _ = tpu_attention(layer, q[:1], k, v, mask, output_attentions=weights)
+    close(got, sdpa_attention_forward(layer, q[:1].expand(B, -1, -1, -1), k, v, dense)[0])
+    assert only_row().reason == ("output_attentions" if weights else "batch_broadcast")
 
 
 BAD = {

@@ -246,23 +246,40 @@ def test_models_that_compute_on_masks_get_dense_ones(model):
 def test_every_part_of_such_a_model_gets_dense_masks():
     """Parts have model types of their own (siglip2_vision_model): the class says where a part belongs."""
     from transformers import PreTrainedConfig
+    from transformers.models.parakeet import configuration_parakeet
     from transformers.models.siglip2 import configuration_siglip2
-    from transformers.models.wav2vec2_bert import configuration_wav2vec2_bert
 
-    for module in (configuration_siglip2, configuration_wav2vec2_bert):
+    for module in (configuration_siglip2, configuration_parakeet):
         parts = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
         assert parts and all(issubclass(each, PreTrainedConfig) for each in parts)
         for part in parts:
             assert masks.model_of(part()) in masks.DENSE_MODELS, part
 
 
-@pytest.mark.parametrize("model", sorted(masks.OWN_ATTENTION))
+@pytest.mark.parametrize("model", sorted(masks.OWN_ATTENTION | masks.EAGER_MASKS))
 def test_models_with_attention_of_their_own_get_the_mask_of_eager(model):
     padding = torch.ones(2, 6, dtype=torch.bool)
     padding[0, :2] = False
     arguments = dict(batch_size=2, q_length=6, kv_length=6, attention_mask=padding, dtype=torch.float32)
     got = masks.tpu_attention_mask(**arguments, config=config(model))
     assert torch.equal(got, mu.eager_mask(**arguments)) and got.min() == torch.finfo(torch.float32).min
+
+
+def test_one_part_of_a_model_may_need_the_mask_of_eager():
+    """gemma4's audio tower cuts its mask in blocks; its other parts take ranges."""
+    arguments = dict(batch_size=1, q_length=6, kv_length=6, dtype=torch.float32, attention_mask=torch.ones(1, 6).bool())
+    for part, dtype in (("gemma4_audio", torch.float32), ("gemma4_text", torch.int32), ("gemma4_vision", torch.int32)):
+        made = config_class("gemma4")(part, None, None)
+        assert masks.tpu_attention_mask(**arguments, config=made).dtype == dtype
+
+
+@pytest.mark.parametrize(("version", "shared", "ranges"), [("5.22.2", 2, True), ("5.24.0", 0, True), ("5.24.0", 2, False)])
+def test_masks_that_a_model_slices_stay_dense(version, shared, ranges, monkeypatch):
+    """From 5.23 on gemma4's layers with shared keys get the last rows of the mask, without its key validity."""
+    monkeypatch.setattr(masks.transformers, "__version__", version)
+    made = config_class("gemma4")("gemma4_text", None, None)
+    made.num_kv_shared_layers = shared
+    check(mu.create_causal_mask, made, 1, 4, ranges_expected=ranges, attention_mask=None)
 
 
 def test_a_model_whose_code_nobody_has_read_gets_dense_masks():
@@ -277,7 +294,7 @@ def test_a_model_whose_code_nobody_has_read_gets_dense_masks():
 def mask_arithmetic(function: ast.FunctionDef) -> set[str]:
     """Expressions of a modeling function that index, read or compute on a mask made by transformers' builders."""
     made = {
-        target.id
+        target.id: node.lineno  # until then the name may stand for the user's 2-D mask
         for node in ast.walk(function)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         if re.fullmatch(r"(\w+\.)*create_\w*mask\w*", ast.unparse(node.value.func))
@@ -286,10 +303,10 @@ def mask_arithmetic(function: ast.FunctionDef) -> set[str]:
     }
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     if any(ast.unparse(call.func) == "attention_interface" for call in calls):
-        made.add("attention_mask")
+        made["attention_mask"] = 0
 
     def is_mask(node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in made
+        return isinstance(node, ast.Name) and node.id in made and node.lineno > made[node.id]
 
     found = set()
     for node in ast.walk(function):
@@ -310,7 +327,6 @@ def mask_arithmetic(function: ast.FunctionDef) -> set[str]:
 # Models that the scan finds and that need no dense mask, with the expression that was looked at.
 HARMLESS = {
     "diffusion_gemma": {"mask_mapping[self.text_config.layer_types[i]]"},  # a choice between masks
-    "nemotron3_diarization": {"attention_mask[:, ::self.config.subsampling_factor]"},  # still the 2-D padding mask
 }
 
 
@@ -322,10 +338,32 @@ def test_no_other_model_of_this_release_computes_on_its_mask():
         found = set().union(*(mask_arithmetic(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)))
         scanned += 1
         model = path.parent.name
-        if found - HARMLESS.get(model, set()) and model not in masks.DENSE_MODELS | masks.OWN_ATTENTION:
+        if found - HARMLESS.get(model, set()) and model not in masks.DENSE_MODELS | masks.OWN_ATTENTION | masks.EAGER_MASKS:
             unknown[model] = found
     assert scanned > 300
     assert not unknown, "look at these, then add them to masks.DENSE_MODELS, or to HARMLESS here"
+
+
+def test_no_other_model_of_this_release_is_kept_off_sdpa():
+    """No mask means "every key" to the code of such models, so their causal masks are never skipped."""
+    models = Path(transformers.__file__).parent / "models"
+    calling: dict[str, bool] = {}
+    for path in sorted(models.glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "ALL_ATTENTION_FUNCTIONS" in text:
+            model = path.parent.name
+            calling[model] = calling.get(model, False) or "_supports_sdpa = True" in text
+    unsupported = {model for model, supported in calling.items() if not supported}
+    assert len(calling) > 300
+    assert unsupported <= masks.NEVER_SDPA
+    assert {model for model in masks.NEVER_SDPA if model in calling} == unsupported
+
+
+def test_masks_of_models_kept_off_sdpa_are_never_skipped():
+    got = build(mu.create_causal_mask, "ranges_under_test", config("nllb_moe"), 2, 5, attention_mask=None)
+    assert rows_of(got, 5, 5) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    kwargs = dict(config=config("nllb_moe"), mask_function=mu.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+    assert masks.tpu_attention_mask(2, 5, 5, **kwargs) is None
 
 
 def test_an_unknown_release_gets_dense_masks(monkeypatch):

@@ -31,6 +31,7 @@ PLAIN = AttentionRequest(
     dropout=False,
     needs_grad=False,
     output_attentions=False,
+    selected_keys=False,
     unknown=(),
     disabled=False,
 )
@@ -83,6 +84,8 @@ def test_a_call_that_needs_a_gradient_takes_the_function_that_keeps_the_lse(q_le
         ({"head_dim": 1024}, "sdpa", "head_dim"),
         ({"kv_batch": 1}, "sdpa", "batch_broadcast"),
         ({"kv_len": 0}, "sdpa", "empty"),
+        ({"selected_keys": True}, "sdpa", "selected_keys"),
+        ({"selected_keys": True, "sinks": True}, "eager", "selected_keys"),
         ({"output_attentions": True}, "eager", "output_attentions"),
         ({"unknown": ("wobble",)}, "sdpa", "unknown_kwarg"),
         ({"softcap": True, "dtype": torch.float16}, "eager", "dtype"),

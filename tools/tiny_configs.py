@@ -79,7 +79,27 @@ _VALUES: dict[str, Any] = {
 }
 
 # Only where one size must follow from another: dotted paths of fields.
-REPAIRS: dict[str, dict[str, Any]] = {}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+REPAIRS: dict[str, dict[str, Any]] = {
+    **{name: {"text_config.rope_parameters": _MROPE} for name in "qwen2_vl qwen2_5_vl paddleocr_vl glm4v glm46v glm_ocr glmga".split()},
+    **{name: {"rope_parameters": _MROPE} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")},
+    "glm4v_moe": {"text_config.rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
+    **{name: {"text_config.eos_token_id": 2} for name in ("clip", "aimv2", "clipseg", "owlvit", "owlv2", "x_clip")},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "ministral": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "glm5_next": {"text_config.index_kpool": 4},
+    "glm5_next_text": {"index_kpool": 4},
+    "zaya": {"num_experts_per_tok": 1},
+    "layoutlmv3": {"coordinate_size": 11, "shape_size": 10, "input_size": 32},
+    "mamba2": {"head_dim": 32},
+    "xmod": {"default_language": "en_XX"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": 100, "pad_token_id": 0},
+}
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:

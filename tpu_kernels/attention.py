@@ -28,12 +28,10 @@ _HARMLESS = frozenset(
     "position_ids cache_position use_cache max_length_q max_length_k deterministic output_hidden_states return_dict "
     "output_router_logits num_items_in_batch logits_indices logits_to_keep labels shift_labels "
     "encoder_hidden_states encoder_attention_mask cross_attn_layer_mask past_key_values position_embeddings "
-    "seq_idx token_type_ids return_attention_weights layer_idx is_training training".split()
+    "seq_idx token_type_ids input_ids inputs_embeds return_attention_weights layer_idx is_training training".split()
 )
 # Keyword arguments that change the result and that neither a kernel, SDPA nor eager here honours: refused.
 _REFUSED = {
-    "indices": "this model selects keys by top-k indices; use attn_implementation='sdpa' or 'eager' for it",
-    "block_indices": "this model selects blocks of keys by index; use attn_implementation='eager' for it",
     "block_table": "this call asks for attention on a block table; set max_blocks_per_request=0 in the continuous batching "
     "config",
     "head_mask": "head masks are not supported; use attn_implementation='eager'",
@@ -75,6 +73,8 @@ def tpu_attention(
     output_attentions: bool = False,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     *,
     kernels: tuple[str, ...] | None = None,
     **kwargs: Any,
@@ -95,6 +95,8 @@ def tpu_attention(
         position_bias: float, broadcastable to [B, Hq, Q, KV], added to the scaled scores.
         output_attentions: also return the weights (then eager).
         cu_seq_lens_q, cu_seq_lens_k: int [R + 1], with no mask: the bounds of R packed sequences in a batch of 1.
+        indices: integer [B, Q, N], the keys that a query may see, besides what the mask hides (sparse attention).
+        block_indices: the same for blocks of keys, as `module.indexer` numbers them.
         kernels: names of the only kernels that may take the call, in order; bound by `register(name, kernels=...)`.
 
     Returns:
@@ -131,10 +133,16 @@ def tpu_attention(
         raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
     causal = False
     if attention_mask is None:
+        if masks.no_mask_means_every_key(module):
+            is_causal, sliding_window = False, None
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if cu_seq_lens_q is not None or sliding_window:
             attention_mask = _ranges_from_kwargs(query, key, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         causal = causal and attention_mask is None and query.shape[-2] > 1
+    selected = indices is not None or block_indices is not None
+    if selected:
+        attention_mask = _selected_keys(module, query, key, attention_mask, causal, indices, block_indices)
+        causal = False
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -159,6 +167,7 @@ def tpu_attention(
         dropout > 0.0,
         needs_grad,
         bool(output_attentions),
+        selected,
         unknown,
         disabled,
         precision,
@@ -286,6 +295,39 @@ def _ranges_from_kwargs(
     )
 
 
+def _selected_keys(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    indices: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+) -> torch.Tensor:
+    """The mask of each pair with the model's selection of keys in it, as the model makes it for SDPA and eager itself."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if mask is not None and mask.dtype == torch.int32:
+        mask = masks.expand_range_mask(mask, q_len, kv_len)
+    elif mask is None:
+        seen = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=query.device)
+        mask = seen.tril() if causal else seen
+    if indices is not None:
+        if indices.dim() != 3 or indices.shape[1] != q_len:
+            raise ValueError(f"indices have shape {tuple(indices.shape)}; expected [B, {q_len}, keys selected].")
+        chosen = torch.zeros((indices.shape[0], q_len, kv_len), dtype=torch.bool, device=query.device)
+        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+    if block_indices is not None:
+        indexer = getattr(module, "indexer", None)
+        if not hasattr(indexer, "build_block_mask"):
+            raise ValueError(
+                f"tpu_attention got block_indices=... from {type(module).__name__}, which has no indexer.build_block_mask "
+                "to say what they mean; use attn_implementation='eager' for this model."
+            )
+        mask = indexer.build_block_mask(block_indices, mask, kv_len, query.dtype, query.device, None)
+    return mask
+
+
 def _make_plan(
     q_shape: torch.Size,
     k_shape: torch.Size,
@@ -302,6 +344,7 @@ def _make_plan(
     dropout: bool,
     needs_grad: bool,
     output_attentions: bool,
+    selected: bool,
     unknown: tuple[str, ...],
     disabled: bool,
     precision: str,
@@ -312,7 +355,9 @@ def _make_plan(
     _check_shapes(q_shape, k_shape, v_shape, (dtype, k_dtype, v_dtype), sinks_shape)
     device = devices[0].type
     mask_shape, mask_dtype = (None, None) if mask_facts is None else mask_facts[:2]
-    mask = _mask_kind(mask_shape, mask_dtype, q_shape, k_shape[2], causal)
+    batch = k_shape[0] if q_shape[0] == 1 else q_shape[0]  # learned queries are not repeated for each example
+    wanted = (batch, q_shape[1], q_shape[2], k_shape[2])
+    mask = _mask_kind(mask_shape, mask_dtype, wanted, causal)
     request = AttentionRequest(
         batch=q_shape[0],
         kv_batch=k_shape[0] if k_shape[0] == v_shape[0] else -1,
@@ -332,6 +377,7 @@ def _make_plan(
         dropout=dropout,
         needs_grad=needs_grad,
         output_attentions=output_attentions,
+        selected_keys=selected,
         unknown=unknown,
         disabled=disabled,
     )
@@ -450,8 +496,10 @@ def _check_shapes(
 
 
 def _mask_kind(
-    shape: torch.Size | None, dtype: torch.dtype | None, q: torch.Size, kv_len: int, causal: bool
+    shape: torch.Size | None, dtype: torch.dtype | None, wanted: tuple[int, int, int, int], causal: bool
 ) -> MaskKind:
+    """`wanted` is [B, Hq, Q, KV]."""
+    q_len, kv_len = wanted[2:]
     if shape is None or dtype is None:
         return "causal" if causal else "none"
     if len(shape) != 4:
@@ -459,18 +507,18 @@ def _mask_kind(
             f"attention_mask has shape {tuple(shape)}; tpu_attention takes 4-D masks. A 2-D padding mask reaches it only "
             "when the mask function is not registered: call tpu_kernels.register() before the forward pass."
         )
-    if dtype == torch.int32 and masks.is_range_shape(shape, q[2], kv_len):
-        return "ranges+validity" if shape[2] != q[2] else "ranges"
+    if dtype == torch.int32 and masks.is_range_shape(shape, q_len, kv_len):
+        return "ranges+validity" if shape[2] != q_len else "ranges"
     if dtype == torch.int32:
-        masks.check_range_mask_shape(shape, q[2], kv_len)
+        masks.check_range_mask_shape(shape, q_len, kv_len)
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(
             f"attention_mask {tuple(shape)} has dtype {dtype}; use bool (True = attend) or float (added to the scores)."
         )
-    for axis, (have, want) in enumerate(zip(shape, (q[0], q[1], q[2], kv_len), strict=True)):
+    for axis, (have, want) in enumerate(zip(shape, wanted, strict=True)):
         if have != 1 and have != want:
             raise ValueError(
-                f"attention_mask {tuple(shape)} does not fit [B, Hq, Q, KV] = {(q[0], q[1], q[2], kv_len)} in axis {axis}."
+                f"attention_mask {tuple(shape)} does not fit [B, Hq, Q, KV] = {wanted} in axis {axis}."
             )
     return "dense_bool" if dtype == torch.bool else "dense_float"
 

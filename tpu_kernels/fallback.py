@@ -70,13 +70,13 @@ def eager(
     Returns:
         (output [B, Hq, Q, Dv] in query's dtype, weights [B, Hq, Q, KV] in query's dtype). A row that sees no key is 0.
     """
-    batch, q_heads, q_len, _ = query.shape
+    _, q_heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     groups = q_heads // kv_heads
-    # [B, Hkv, G, Q, D] against [B, Hkv, 1, KV, D]: the KV heads are broadcast, not repeated.
-    grouped = query.reshape(batch, kv_heads, groups, q_len, query.shape[3])
+    # [B, Hkv, G, Q, D] against [B, Hkv, 1, KV, D]: the KV heads are broadcast, not repeated (as is a batch of one).
+    grouped = query.unflatten(1, (kv_heads, groups))
     scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * scale
-    scores = scores.reshape(batch, q_heads, q_len, kv_len)
+    scores = scores.flatten(1, 2)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
@@ -100,8 +100,8 @@ def eager(
     weights = weights / torch.where(total == 0, torch.ones_like(total), total)
     weights = F.dropout(weights, dropout, training=True) if dropout else weights
     weights = weights.to(query.dtype)
-    out = torch.matmul(weights.reshape(batch, kv_heads, groups, q_len, kv_len), value.unsqueeze(2))
-    return out.reshape(batch, q_heads, q_len, value.shape[3]), weights
+    out = torch.matmul(weights.unflatten(1, (kv_heads, groups)), value.unsqueeze(2))
+    return out.flatten(1, 2), weights
 
 
 def _top_left(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:

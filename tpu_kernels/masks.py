@@ -43,26 +43,43 @@ KNOWN_RELEASES = ("5.22.", "5.23.", "5.24.")
 # Models (folders of transformers/models) whose code indexes or computes on the mask it is given: those need the dense one
 # (a test scans transformers for them).
 DENSE_MODELS = frozenset(
-    "axk2 beit bigbird_pegasus bridgetower data2vec deepseek_v32 deepseek_v4 doge dots3_note gemma4 gemma4_assistant "
-    "gemma4_unified gemma4_unified_assistant glm5_next glm_moe_dsa granite_speech5 hubert hy_v4 hy_v4_vl idefics2 idefics3 "
-    "minimax_m3_vl mistral_large4 moonshine musicgen_melody nemotron3_5_transcribe "
-    "nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text seamless_m4t seamless_m4t_v2 sew siglip2 "
-    "smolvlm speech_to_text swin switch_transformers t5gemma2 unispeech unispeech_sat videoprism wav2vec2 "
-    "wav2vec2_bert wav2vec2_conformer xlnet".split()
+    "axk2 beit deepseek_v32 doge dots3_note gemma4_assistant gemma4_unified_assistant glm5_next glm_moe_dsa "
+    "granite_speech5 hy_v4 hy_v4_vl minimax_m3_vl mistral_large4 nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 "
+    "sam3_lite_text siglip2 swin switch_transformers t5gemma2 xlnet".split()
 )
 
 # Models whose own code adds the mask to the scores and never calls the attention interface: right only with the additive
 # mask that transformers builds for "eager".
 OWN_ATTENTION = frozenset(
     "autoformer bark big_bird blip bloom bros canine clvp codegen convbert dab_detr falcon flava gpt_neo gpt_neox_japanese "
-    "gptj groupvit ibert imagegpt led lilt longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo perceiver "
-    "rembert roformer speecht5 squeezebert superglue table_transformer tapas trocr tvp vilt visual_bert vits xglm".split()
+    "gptj groupvit ibert imagegpt layoutlmv3 led lilt longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo "
+    "perceiver rembert roformer speecht5 squeezebert superglue table_transformer tapas trocr tvp vilt visual_bert vits xglm".split()
 )
+
+# Models that call the interface and are right only with the masks of "eager": deepseek_v4 appends a bias to its mask,
+# bigbird_pegasus' encoder adds it to scores of its own, bridgetower uses one row of it for many queries.
+EAGER_MASKS = frozenset("bigbird_pegasus bridgetower deepseek_v4".split())
+
+# Models that transformers never runs on SDPA. What their code means by no mask is what eager makes of it: every key,
+# whatever their layers say of causality (nllb_moe's decoder says it has none, bridgetower's open layers that they have).
+NEVER_SDPA = EAGER_MASKS | frozenset(
+    "align clap flint gemma2 git gpt_oss granite_swa granitemoe_swa hy_v4 informer inkling2_loop longt5 markuplm "
+    "mimo_v2_flash nllb_moe openai_privacy_filter patchtsmixer pegasus_x speech_to_text splinter switch_transformers "
+    "t5gemma time_series_transformer vaultgemma videoprism".split()
+)
+
+# Parts (model types) that need the masks of "eager" in a model whose other parts take any: gemma4's audio tower cuts its
+# mask in blocks.
+_EAGER_PARTS = frozenset("gemma4_audio".split())
+
+# Models that since 5.23 hand the last rows of their mask alone to layers that share keys with earlier ones.
+_SLICED_MODELS = frozenset("gemma4 gemma4_unified".split())
 
 # Model types whose block ids number contiguous runs of tokens (an image each), read in their own code. Elsewhere equal
 # ids might stand apart, which is no range.
 _CONTIGUOUS_BLOCKS = frozenset(
-    "gemma3 gemma3_text diffusion_gemma diffusion_gemma_text deepseek_ocr2 deepseek_ocr2_vision".split()
+    "gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text diffusion_gemma diffusion_gemma_text "
+    "deepseek_ocr2 deepseek_ocr2_vision".split()
 )
 
 
@@ -83,6 +100,18 @@ def model_of(config: Any) -> str:
         if package[:2] == ["transformers", "models"]:
             return package[2]
     return ""
+
+
+def takes_eager_masks(config: Any) -> bool:
+    """Whether the model of a configuration is right only with the additive masks of "eager"."""
+    model = model_of(config)
+    return model in OWN_ATTENTION or model in EAGER_MASKS or getattr(config, "model_type", "") in _EAGER_PARTS
+
+
+def no_mask_means_every_key(module: Any) -> bool:
+    """Whether a module is of a model in NEVER_SDPA."""
+    package = type(module).__module__.split(".")
+    return package[:2] == ["transformers", "models"] and package[2] in NEVER_SDPA
 
 
 class _DenseReasons:
@@ -137,13 +166,13 @@ def tpu_attention_mask(
 
     Returns:
         None (plain causal or full attention without padding, where transformers allows the skip and it is exact), a range
-        mask (mask_encoding), or the dense bool [B, 1, Q, KV] mask of transformers' sdpa_mask; for OWN_ATTENTION models the
-        additive one of its eager_mask.
+        mask (mask_encoding), or the dense bool [B, 1, Q, KV] mask of transformers' sdpa_mask; for OWN_ATTENTION and
+        EAGER_MASKS models the additive one of its eager_mask.
     """
     if getattr(config, "distributed_config", None) is not None:
         check_heads(config)  # this is the first thing of ours that a forward pass calls, before the projections
-    if config is not None and model_of(config) in OWN_ATTENTION:
-        _record(f"model {model_of(config)} has attention code of its own, which adds its mask to the scores")
+    if config is not None and takes_eager_masks(config):
+        _record(f"model {model_of(config)} adds its mask to the scores, or computes on an additive mask")
         return masking_utils.eager_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -157,6 +186,8 @@ def tpu_attention_mask(
             use_vmap=use_vmap,
             device=device,
         )
+    if config is not None and model_of(config) in NEVER_SDPA:
+        allow_is_causal_skip = False
     refusal = _refusal(config, attention_mask, use_vmap)
     scope = _Scope(batch_size, q_length, kv_length, q_offset, kv_offset, config, device)
     if refusal is None:
@@ -195,6 +226,10 @@ def _refusal(config: Any, attention_mask: torch.Tensor | None, use_vmap: bool) -
             return f"the code of {type(config).__name__}'s model is not transformers' own and may compute on its mask"
         if model in DENSE_MODELS:
             return f"model {model} computes on its mask"
+        if model in _SLICED_MODELS and not release().startswith("5.22."):
+            text = getattr(config, "text_config", config)
+            if getattr(text, "num_kv_shared_layers", 0):
+                return f"model {model} hands on the last rows of its mask alone"
     if attention_mask is not None and attention_mask.ndim != 2:
         return f"the padding mask has {attention_mask.ndim} dimensions"
     return None

@@ -50,6 +50,11 @@ _ALL = (
         "The mask limits rows to ranges of keys (padding, a window, a cache longer than the queries), which the kernel "
         "does not take.",
     ),
+    Reason(
+        "selected_keys",
+        "The model selects the keys of each query by index (sparse attention), which is no row range; the selection was put "
+        "into the mask.",
+    ),
     Reason("mask_batch", "The range mask has another batch size than the query."),
     Reason("head_dim", "The head dimension is not one that the kernel supports."),
     Reason("length", "The number of queries or keys is not one that the kernel supports."),

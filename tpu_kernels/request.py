@@ -17,6 +17,7 @@ class AttentionRequest:
 
     mask: "none" every query sees every key; "causal" query i sees keys 0..i (top-left); "ranges" a range mask;
         "ranges+validity" one with key validity; "dense_bool"/"dense_float" a 4-D mask with an element for each pair.
+    selected_keys: the model selects the keys of each query by index (sparse attention); the selection is in the mask.
     unknown: names of keyword arguments this package does not know, sorted.
     """
 
@@ -38,6 +39,7 @@ class AttentionRequest:
     dropout: bool
     needs_grad: bool
     output_attentions: bool
+    selected_keys: bool
     unknown: tuple[str, ...]
     disabled: bool
 

@@ -59,6 +59,8 @@ def _refused_by_all(request: AttentionRequest) -> str | None:
         return "unknown_kwarg"
     if request.output_attentions:
         return "output_attentions"
+    if request.selected_keys:
+        return "selected_keys"
     if request.q_len == 0 or request.kv_len == 0 or request.batch == 0:
         return "empty"
     if request.batch != request.kv_batch:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 import tpu_kernels
+from tools.tiny_configs import tiny_config
 
 from .test_models import LENGTH, NEW, generate, prompts
 from .tiny_models import _COMMON, DECODERS, SEQ2SEQ, TinyModel
@@ -285,3 +286,88 @@ def test_an_integer_mask_of_four_dimensions_is_refused():
     model = DECODERS["llama"].build("tpu_attention")
     with pytest.raises(ValueError, match="dtype torch.int64; use bool"), torch.no_grad():
         model(ids, attention_mask=torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.int64))
+
+
+SPARSE = {
+    "axk2": "sdpa",
+    "deepseek_v32": "sdpa",
+    "glm_moe_dsa": "sdpa",
+    "hy_v4": "eager",  # has sinks too
+    "minimax_m3_vl": "sdpa",
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_models_that_select_keys_run_on_sdpa(name):
+    """Fewer keys are selected than there are, in prefill and in decoding."""
+    models = []
+    for implementation in ("eager", "tpu_attention"):
+        config = tiny_config(name)
+        auto_class = AutoModelForCausalLM
+        if name == "minimax_m3_vl":
+            auto_class = AutoModelForImageTextToText
+            config.text_config.layer_types = ["minimax_m3_sparse"] * config.text_config.num_hidden_layers
+            config.text_config.index_block_size, config.text_config.index_topk_blocks = 2, 2
+        else:
+            config.index_topk = 4
+        torch.manual_seed(0)
+        models.append(auto_class.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval())
+    ids, mask = prompts((0, 3, 7))
+    want, got = (generate(model, ids, mask, "dynamic") for model in models)
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(models[1]) == {(SPARSE[name], "selected_keys")}
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "data2vec-audio"])
+def test_padded_audio_stays_on_the_kernel(name):
+    """These models compute on the padding mask, but not on the attention mask made of it."""
+    sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(7))
+    keep = torch.ones(2, 4000, dtype=torch.long)
+    keep[0, 2500:] = 0
+    outputs = []
+    for implementation in ("eager", "tpu_attention"):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(tiny_config(name), attn_implementation=implementation, dtype=torch.float32).eval()
+        with torch.no_grad():
+            outputs.append(model(sound * keep, attention_mask=keep).last_hidden_state)
+    frames = int(model._get_feat_extract_output_lengths(torch.tensor(2500)))
+    assert 1 < frames < outputs[0].shape[1]
+    for row, length in ((0, frames), (1, None)):
+        same(outputs[1][row, :length], outputs[0][row, :length])
+    assert routes(model) == KERNEL
+
+
+GEMMA4 = TinyModel(
+    "gemma4_text",
+    {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
+     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_gemma4_has_wider_heads_in_full_layers(cache, shared):
+    ids, mask = prompts((0, 3, 7))
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": GEMMA4.config["layer_types"] * 2}
+    want_model, model = pair(GEMMA4, **(layers if shared else {}))
+    want, got = generate(want_model, ids, mask, cache), generate(model, ids, mask, cache)
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(model) == KERNEL
+    assert {layer.self_attn.head_dim for layer in model.model.layers} == {16, 32}
+
+
+def test_gemma4_audio_gets_the_masks_that_it_is_made_for():
+    features = torch.randn(2, 80, 128, generator=torch.Generator().manual_seed(8))
+    keep = torch.ones(2, 80, dtype=torch.bool)
+    keep[0, 48:] = False
+    config = AutoConfig.for_model("gemma4_audio", hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    outputs = []
+    for implementation in ("eager", "tpu_attention"):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+        with torch.no_grad():
+            outputs.append(model(features, keep).last_hidden_state)
+    assert torch.isfinite(outputs[0]).all()
+    assert torch.equal(outputs[0], outputs[1])
