@@ -318,13 +318,13 @@ def _selected_keys(
         chosen = chosen.scatter(-1, indices.long(), True)[:, None]
         mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
     if block_indices is not None:
-        indexer = getattr(module, "indexer", None)
-        if not hasattr(indexer, "build_block_mask"):
+        build = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+        if build is None:
             raise ValueError(
                 f"tpu_attention got block_indices=... from {type(module).__name__}, which has no indexer.build_block_mask "
                 "to say what they mean; use attn_implementation='eager' for this model."
             )
-        mask = indexer.build_block_mask(block_indices, mask, kv_len, query.dtype, query.device, None)
+        mask = build(block_indices, mask, kv_len, query.dtype, query.device, None)
     return mask
 
 
@@ -425,6 +425,7 @@ def plan_with_lse(
         dropout=False,
         needs_grad=True,
         output_attentions=False,
+        selected=False,
         unknown=(),
         disabled=settings()[0],
         precision=torch.get_float32_matmul_precision(),

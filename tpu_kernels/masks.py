@@ -53,7 +53,8 @@ DENSE_MODELS = frozenset(
 OWN_ATTENTION = frozenset(
     "autoformer bark big_bird blip bloom bros canine clvp codegen convbert dab_detr falcon flava gpt_neo gpt_neox_japanese "
     "gptj groupvit ibert imagegpt layoutlmv3 led lilt longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo "
-    "perceiver rembert roformer speecht5 squeezebert superglue table_transformer tapas trocr tvp vilt visual_bert vits xglm".split()
+    "perceiver rembert roformer speecht5 squeezebert superglue table_transformer tapas trocr tvp vilt visual_bert vits "
+    "xglm".split()
 )
 
 # Models that call the interface and are right only with the masks of "eager": deepseek_v4 appends a bias to its mask,
