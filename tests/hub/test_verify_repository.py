@@ -101,12 +101,13 @@ def test_an_untrusted_publisher_is_refused_before_anything_is_downloaded(machine
 
 def test_repositories_that_cannot_be_verified(machine, publish, loopback):
     publish(body="def attend():\n    pass\n")
-    for what, says in (
-        ("acme/nothing", "there is no Hub repository 'acme/nothing'"),
-        ("acme/small-kernel@v7", "has no branch v7; it has v1"),
-        ("acme/small-kernel", "its module has no function forward(q, k, v, starts, ends, ...)"),
-    ):
-        (done,) = machine.run(("verify_some", [CASES, what]))
+    told = {
+        "acme/nothing": "there is no Hub repository 'acme/nothing'",
+        "acme/small-kernel@v7": "has no branch v7; it has v1",
+        "acme/small-kernel": "its module has no function forward(q, k, v, starts, ends, ...)",
+    }
+    results = machine.run(*(("verify_some", [CASES, what]) for what in told))
+    for done, says in zip(results, told.values(), strict=True):
         assert done["code"] == 2 and says in done["output"], done["output"]
 
 
