@@ -105,50 +105,46 @@ def tune(
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of results.", show_default="the package's cache")] = None,
 ) -> None:
-    """Search block sizes of range-attention, and write those into its table that beat the kernel's own choice.
+    """Search block sizes of range-attention that beat the kernel's own choice, and write them into its table.
 
-    Shapes of no class that the table can have are passed over. A search that was stopped goes on where it was.
+    Shapes of one class and lengths get one row. Shapes of no class that the table can have are passed over. A search that
+    was stopped goes on where it was.
 
     Example: python -m benchmarks tune --target v6e --shape 'causal-*' --shape 'decode-*'
     """
     _without_torch_tpu(target)
     import datetime
 
-    from tpu_kernels.tuning import TABLE, Call, Row
+    from tpu_kernels.tuning import TABLE, Call
 
     from . import tune as search
 
     table = out or IMPLEMENTATIONS[OURS].spec().folder / TABLE
     console = Console()
-    tuned: dict[Call, Row | None] = {}
+    goal = _goal(target) if target else _attached()
+    classes: dict[Call, list[shapes.Shape]] = {}
     for name in _matching(shape, shapes.load(), "--shape"):
-        each = shapes.load()[name]
         try:
-            call = search.call_of(each)
+            classes.setdefault(search.call_of(shapes.load()[name]), []).append(shapes.load()[name])
         except search.CannotTuneError as error:
             console.print(f"passed over: {escape(str(error))}")
-            continue
-        if target:
-            goal = _goal(target)
-            todo = search.tasks(each, goal)
-            figures = _run_estimates(todo, goal, cache, anew=False)
-        else:
-            goal = _attached()
-            todo = search.tasks(each, goal)
-            figures = _run_timing(todo)
-        row = search.best(each, goal, zip(todo, figures, strict=True), datetime.date.today())
-        tuned[call] = row
-        if row is None:
-            console.print(f"{name}: the kernel's own choice stays")
-        else:
-            gain = 1 - row.milliseconds / row.untuned_milliseconds
-            console.print(
-                f"{name}: q {row.block_q}, kv {row.block_kv}: {row.milliseconds} ms, {gain:.0%} less than its own choice"
-            )
-        search.write(table, goal, tuned)  # after each: a search takes long
-    if not tuned:
+    if not classes:
         raise typer.BadParameter("none of these shapes can be tuned", param_hint="--shape")
-    console.print(f"{table}: {sum(row is not None for row in tuned.values())} rows of this search")
+    for alike in classes.values():
+        results = []
+        for each in alike:
+            todo = search.tasks(each, goal)
+            figures = _run_estimates(todo, goal, cache, anew=False) if target else _run_timing(todo)
+            results.append(list(zip(todo, figures, strict=True)))
+        names = ", ".join(each.name for each in alike)
+        row = search.best(goal, results, datetime.date.today())
+        if row is None:
+            console.print(f"[red]{names}: the kernel's own choice gives no time[/]: {escape(results[0][0][1].error[:200])}")
+            continue
+        search.write(table, row)  # at once: a search takes long
+        gain = 1 - row.milliseconds / row.untuned_milliseconds
+        sizes = f"q {row.block_q}, kv {row.block_kv}, {gain:.0%} less than" if row.block_q or row.block_kv else "as good as"
+        console.print(f"{names}: {row.milliseconds} ms, {sizes} the kernel's own choice")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_kernels.offdevice import aot
@@ -22,7 +22,7 @@ BLOCK_Q = (128, 256, 512, 1024, 2048)
 BLOCK_KV = (512, 1024, 2048, 4096, 8192)
 # Of the VMEM budget; the rest is for what the compiler spills under other masks, with sinks or softcap.
 VMEM_SHARE = 0.75
-# The kernel's own choice stays where it is not slower by more than this.
+# The kernel's own choice stays where it is not slower by more than this; nor may a shape become slower by it.
 WORTH = 0.02
 
 
@@ -66,29 +66,38 @@ def _fitting(sizes: Sequence[int], length: int) -> list[int]:
     return [size for index, size in enumerate(sizes) if index == 0 or sizes[index - 1] < length]
 
 
-def best(shape: Shape, target: str, results: Iterable[tuple[Task, Figure]], today: datetime.date) -> Row | None:
-    """The row for the shape, or None where the kernel's own choice is as good.
+def best(target: str, results: Sequence[Sequence[tuple[Task, Figure]]], today: datetime.date) -> Row | None:
+    """The row for shapes of one class and lengths, from the results of each; sizes 0 where the kernel's own choice is as
+    good, so that no neighbour's sizes are taken there. None where the kernel's own choice has no time.
 
-    Sizes whose VMEM need leaves no slack do not count. Figures that were measured carry no VMEM; they did run.
+    Sizes that make one of the shapes slower, or whose VMEM need leaves no slack, do not count. Figures that were measured
+    carry no VMEM; they did run.
     """
     budget = VMEM_SHARE * tuning_of(target).vmem_bytes
-    timed = [(task, figure) for task, figure in results if figure.seconds is not None]
-    own = next((figure for task, figure in timed if _blocks(task) == (0, 0)), None)
-    fitting = [(task, figure) for task, figure in timed if figure.vmem_bytes <= budget and _blocks(task) != (0, 0)]
-    if own is None or own.seconds is None or not fitting:
+    times: dict[tuple[int, int], list[float]] = {}
+    for figures in results:
+        for task, figure in figures:
+            if figure.seconds is not None and (figure.vmem_bytes <= budget or _blocks(task) == (0, 0)):
+                times.setdefault(_blocks(task), []).append(figure.seconds)
+    own = times.get((0, 0), [])
+    if len(own) < len(results):
         return None
-    task, figure = min(fitting, key=lambda pair: pair[1].seconds or 0.0)
-    assert figure.seconds is not None
-    if figure.seconds > (1 - WORTH) * own.seconds:
-        return None
-    q, kv = _blocks(task)
+    better = {
+        sizes: sum(found)
+        for sizes, found in times.items()
+        if len(found) == len(own) and all(each <= (1 + WORTH) * mine for each, mine in zip(found, own, strict=True))
+    }
+    q, kv = min(better, key=lambda sizes: better[sizes])
+    if better[q, kv] > (1 - WORTH) * sum(own):
+        q, kv = 0, 0
+    task, figure = results[0][0]
     return Row(
         generation=target,
-        call=call_of(shape),
+        call=call_of(task.shape),
         block_q=q,
         block_kv=kv,
-        milliseconds=round(figure.seconds * 1e3, 4),
-        untuned_milliseconds=round(own.seconds * 1e3, 4),
+        milliseconds=round(better[q, kv] * 1e3, 4),
+        untuned_milliseconds=round(sum(own) * 1e3, 4),
         how=figure.how,
         compiler=f"libtpu {version('libtpu')}",
         kernel=kernel_digest(OURS)[:12],
@@ -102,16 +111,15 @@ def _blocks(task: Task) -> tuple[int, int]:
     return int(static["block_q"] or 0), int(static["block_kv"] or 0)
 
 
-HEAD = """# Block sizes faster than the kernel's own choice, by class of call: written by `python -m benchmarks tune`.
-# A call takes the row of its class (generation, function, dtype, mask, head sizes in lanes) whose lengths are nearest.
+HEAD = """# Block sizes faster than the kernel's own choice, or 0 where it stays: written by `python -m benchmarks tune`.
+# A call takes the row of its class (generation, function, dtype, mask, head sizes in lanes) whose lengths are nearest,
+# within twice and half.
 """
 
 
-def write(path: Path, target: str, tuned: dict[Call, Row | None]) -> None:
-    """Put the results into the table: rows of the tuned classes and lengths are replaced or dropped, others stay."""
-    calls = set(tuned)
-    kept = [row for row in load_table(path) if row.generation != target or row.call not in calls]
-    rows = [*kept, *(row for row in tuned.values() if row is not None)]
+def write(path: Path, found: Row) -> None:
+    """Put a row into the table, in place of one of its class and lengths; others stay."""
+    rows = [*(row for row in load_table(path) if row.key != found.key), found]
     rows.sort(key=lambda row: tuple(map(str, row.key[:4])) + row.key[4:])
     text = HEAD
     for row in rows:

@@ -1,7 +1,7 @@
 """Block sizes and memory budgets by TPU generation, and by class of call where a kernel's table has one.
 
 A kernel's table is the file tuning.toml beside its spec.toml, written by `python -m benchmarks tune`: block sizes that are
-faster than the kernel's own choice, each with what says so. Calls of no class in it get the kernel's own choice.
+faster than the kernel's own choice, or 0 where they are not, each with what says so. Other calls get its own choice.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Call:
 class Row:
     """One line of a table: sizes for calls like `call` on a generation, and where they come from.
 
-    milliseconds, untuned_milliseconds: time with these sizes and with the kernel's own choice. how: "static schedule" or
+    milliseconds, untuned_milliseconds: time with these sizes and with the kernel's own choice, summed where several calls
+        of the benchmarks are of this class and these lengths (a cache may be filled or not). how: "static schedule" or
     the chip that measured. compiler: libtpu's version. kernel: digest of the kernel's source. date: ISO.
     """
 
@@ -99,6 +100,9 @@ class Row:
     def key(self) -> tuple[Any, ...]:
         """Equal for rows of one class and size: only one of them could be reached."""
         return (*_class(self.generation, self.call), self.call.rows, self.call.kv_len)
+
+
+_REACH = 1.0  # octaves; further away, what was best there says little
 
 
 class TuningError(ValueError):
@@ -150,13 +154,14 @@ def load_table(path: Path) -> tuple[Row, ...]:
 
 
 def nearest(rows: tuple[Row, ...], generation: str, call: Call) -> Row | None:
-    """The row of the call's class whose lengths are nearest, in factors; None where no row is of its class."""
+    """The row of the call's class whose lengths are nearest, in factors; None where none is within twice and half."""
 
-    def distance(row: Row) -> float:
-        return abs(math.log2(row.call.rows / call.rows)) + abs(math.log2(row.call.kv_len / call.kv_len))
+    def distances(row: Row) -> tuple[float, float]:
+        return abs(math.log2(row.call.rows / call.rows)), abs(math.log2(row.call.kv_len / call.kv_len))
 
     alike = [row for row in rows if _class(row.generation, row.call) == _class(generation, call)]
-    return min(alike, key=distance, default=None)
+    near = [row for row in alike if max(distances(row)) <= _REACH]
+    return min(near, key=lambda row: sum(distances(row)), default=None)
 
 
 _table = functools.cache(load_table)

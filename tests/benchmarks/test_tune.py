@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import pytest
@@ -9,7 +10,9 @@ from typer.testing import CliRunner
 
 from benchmarks import estimate, shapes, tune
 from benchmarks.__main__ import app
+from benchmarks.implementations import IMPLEMENTATIONS, OURS
 from tpu_kernels import tuning
+from tpu_kernels.offdevice import aot
 
 from .fake_estimator import MIB, FakeEstimator
 
@@ -28,7 +31,7 @@ def fake(monkeypatch):
 def search(tmp_path, name="causal-16x8-d128-4k", target="v6e"):
     todo = tune.tasks(TABLE[name], target)
     results = estimate.run(todo, target, estimate.Cache(tmp_path), estimator=FakeEstimator)
-    return tune.best(TABLE[name], target, [(task, figure) for task, figure, _ in results], TODAY)
+    return tune.best(target, [[(task, figure) for task, figure, _ in results]], TODAY)
 
 
 def test_the_fastest_pair_is_found_with_what_says_so(tmp_path):
@@ -40,15 +43,28 @@ def test_the_fastest_pair_is_found_with_what_says_so(tmp_path):
     assert row.call == tuning.Call("forward", "bfloat16", "causal", 128, 128, 4096, 4096)
 
 
-def test_small_gains_and_hungry_sizes_are_left(tmp_path, fake):
+def test_small_gains_and_hungry_sizes_are_left(tmp_path, fake, monkeypatch):
     fake.tuned = {(512, 1024): 0.99e-3}
-    assert search(tmp_path / "a") is None
+    small = search(tmp_path / "a")
+    assert (small.block_q, small.block_kv, small.milliseconds) == (0, 0, 1.0)
     fake.tuned = {(512, 1024): 0.5e-3}
-    fake.vmem = 80 * MIB  # of a budget of 100
-    try:
-        assert search(tmp_path / "b") is None
-    finally:
-        fake.vmem = 3 * MIB
+    monkeypatch.setattr(fake, "vmem", 80 * MIB)  # of a budget of 100
+    hungry = search(tmp_path / "b")
+    assert (hungry.block_q, hungry.block_kv, hungry.milliseconds) == (0, 0, 1.0)
+    monkeypatch.setattr(fake, "broken", "call")
+    assert search(tmp_path / "c") is None
+
+
+def test_one_row_serves_shapes_that_calls_cannot_tell_apart():
+    """A cache may be full or not: sizes that gain much on one and lose on the other are not taken."""
+    full, part = (tune.tasks(TABLE[f"decode-b8-32x8-d128-{size}-of-8k"], "v6e")[:3] for size in ("8k", "1k"))
+
+    def timed(tasks, times):
+        return [(task, estimate.Figure("", "", "v6e", "", time * 1e-3)) for task, time in zip(tasks, times, strict=True)]
+
+    row = tune.best("v6e", [timed(full, (1.0, 1.3, 1.0)), timed(part, (0.5, 0.1, 0.4))], TODAY)
+    assert (row.block_kv, row.milliseconds, row.untuned_milliseconds) == (1024, 1.4, 1.5)
+    assert tune.call_of(full[0].shape) == tune.call_of(part[0].shape) == row.call
 
 
 def test_candidates_fit_the_lengths():
@@ -77,14 +93,40 @@ def test_the_command_writes_a_table_that_calls_read(tmp_path, fake):
     assert {row.call.head_dim for row in rows} == {128, 256}
     call = tune.call_of(TABLE["causal-16x8-d128-4k"])
     assert tuning.tuning_of("v6e", path, call) == tuning.Tuning(512, 1024, tuning.tuning_of("v6e").vmem_bytes)
-    # A later search replaces its own classes only, also where nothing is better any more.
+    # A later search replaces its own rows only, also where nothing is better any more.
     asked = len(fake.asked)
     fake.tuned = {}
     again = CliRunner().invoke(app, [*options[:-1], str(tmp_path / "other"), "--shape", "causal-16x8-d128-4k"])
     assert again.exit_code == 0 and len(fake.asked) > asked
-    assert [row.call.head_dim for row in tuning.load_table(path)] == [256]
+    assert {row.call.head_dim: row.block_q for row in tuning.load_table(path)} == {128: 0, 256: 512}
     known = len(fake.asked)
     CliRunner().invoke(app, [*options, "--shape", "causal-16x8-d256-4k"])
     assert len(fake.asked) == known  # what was searched is known
     nothing = CliRunner().invoke(app, [*options, "--shape", "packed*"])
     assert nothing.exit_code == 2 and "none of these shapes" in nothing.output
+
+
+@pytest.mark.slow
+def test_every_row_of_the_packaged_table_still_compiles():
+    """Rows outlive the kernel that they were found with; sizes that no longer fit VMEM would break calls."""
+    spec = IMPLEMENTATIONS[OURS].spec()
+    rows = tuning.load_table(spec.folder / tuning.TABLE)
+    if not rows:
+        pytest.skip("the table has no rows")
+    with aot.Compiler() as compiler:
+        for row in rows:
+            call = row.call
+            lengths = (call.rows, 1) if call.function == "decode" else (2, call.rows)
+            q = aot.Array(call.dtype, (1, *lengths, call.head_dim))
+            k, v = (aot.Array(call.dtype, (1, 1, call.kv_len, size)) for size in (call.head_dim, call.v_head_dim))
+            mask = aot.Array("int32", (1, 1, lengths[1], 2)) if call.mask == "ranges" else None
+            static = {
+                "kernel": OURS, "function": call.function, "scale": 0.1, "softcap": 0.0, "causal": call.mask == "causal",
+                "has_validity": False, "precision": "default",
+                **dataclasses.asdict(tuning.tuning_of(row.generation, spec.folder / tuning.TABLE, call)),
+            }  # fmt: skip
+            assert (static["block_q"], static["block_kv"]) == (row.block_q, row.block_kv)
+            arguments = (q, k, v, mask, None)
+            job = aot.FunctionJob("tpu_kernels.offdevice.kernel_call:call", arguments, row.generation, static)
+            compiled = compiler.run(job)
+            assert compiled.ok, f"{row}: {compiled.error}"
