@@ -13,10 +13,10 @@ import torch
 
 import tpu_kernels
 from tpu_kernels import attention, masks, verify
-from tpu_kernels.request import AttentionRequest
 from tpu_kernels.routing import decide
 from tpu_kernels.specs import load_specs
 
+from . import test_routing as routing_case
 from .models.tiny_models import DECODERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernel_specs" / "splash-attention" / "torch-ext"))
@@ -100,11 +100,7 @@ def test_arguments_that_do_not_fit(changes, says):
         forward(**arguments)
 
 
-PLAIN = AttentionRequest(
-    batch=1, kv_batch=1, mask_batch=0, q_heads=4, kv_heads=2, q_len=256, kv_len=256, head_dim=64, v_head_dim=64,
-    dtype=torch.bfloat16, device="tpu", mask="causal", softcap=False, sinks=False, position_bias=False, dropout=False,
-    needs_grad=False, output_attentions=False, unknown=(), disabled=False,
-)  # fmt: skip
+PLAIN = dataclasses.replace(routing_case.PLAIN, q_len=256, kv_len=256, mask="causal", mask_batch=0)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +108,8 @@ PLAIN = AttentionRequest(
     [
         ({}, "kernel"),
         ({"mask": "none", "kv_len": 512, "v_head_dim": 128, "softcap": True, "sinks": True}, "kernel"),
-        ({"mask": "ranges", "mask_batch": 1}, "range_mask"),
-        ({"mask": "ranges+validity", "mask_batch": 1}, "range_mask"),
+        ({"mask": "ranges", "mask_batch": 2}, "range_mask"),
+        ({"mask": "ranges+validity", "mask_batch": 2}, "range_mask"),
         ({"mask": "dense_bool"}, "dense_mask"),
         ({"q_len": 250}, "length"),
         ({"kv_len": 257}, "length"),
