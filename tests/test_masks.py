@@ -344,6 +344,47 @@ def test_no_other_model_of_this_release_computes_on_its_mask():
     assert not unknown, "look at these, then add them to masks.DENSE_MODELS, or to HARMLESS here"
 
 
+# Models that the scan below finds and whose own attention never meets a mask of ours, and why.
+HARMLESS_OWN = {
+    "mamba2": "has no attention",
+    "paligemma": "leaves attention to its parts",
+    "pi0": "leaves attention to its parts",
+    "clap": "masks of its own, for shifted windows",
+    "conditional_detr": "the mask of pixels",
+    "decision_transformer": "only under eager",
+    "detr": "the mask of pixels",
+    "git": "finds its attention class by name, and so takes no other",
+    "gpt2": "only under eager",
+    "maskformer": "the mask of pixels",
+    "pegasus_x": "the encoder's own additive mask",
+}
+
+
+def attention_of_its_own(text: str) -> bool:
+    """Whether a modeling file builds masks and adds one to scores in a class, or never calls the attention interface."""
+    if "masking_utils" not in text or not re.search(r"\bcreate_\w*mask\w*\(", text):
+        return False
+    if "ALL_ATTENTION_FUNCTIONS" not in text:
+        return True
+    for made in ast.walk(ast.parse(text)):
+        if isinstance(made, ast.ClassDef) and "softmax" in ast.unparse(made):
+            for node in ast.walk(made):
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                    left, right = ast.unparse(node.left), ast.unparse(node.right)
+                    if re.search("attn|attention|score", left) and re.match(r"\w*mask\b", right):
+                        return True
+    return False
+
+
+@pytest.mark.slow
+def test_no_other_model_of_this_release_has_attention_of_its_own():
+    paths = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+    found = {path.parent.name for path in paths if attention_of_its_own(path.read_text(encoding="utf-8"))}
+    assert len(paths) > 300 and len(found & masks.OWN_ATTENTION) > 30
+    unknown = found - masks.OWN_ATTENTION - masks.EAGER_MASKS - masks.DENSE_MODELS - HARMLESS_OWN.keys()
+    assert not unknown, "look at these, then add them to masks.OWN_ATTENTION, or to HARMLESS_OWN here"
+
+
 def test_no_other_model_of_this_release_is_kept_off_sdpa():
     """No mask means "every key" to the code of such models, so their causal masks are never skipped."""
     models = Path(transformers.__file__).parent / "models"

@@ -177,6 +177,34 @@ def test_checkpoint(use_reentrant):
     close(gradients(recomputed, inputs), gradients(ours(), inputs), atol=1e-6)
 
 
+def test_selective_checkpoint_saves_the_op():
+    """The policy keeps the op's results: backward recomputes the rest and runs attention's forward no second time."""
+    from functools import partial
+
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    op = torch.ops.tpu_kernels.range_attention_forward_with_lse.default
+
+    def policy(_context, function, *_args, **_kwargs):
+        return CheckpointPolicy.MUST_SAVE if function == op else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += function == op
+            return function(*args, **(kwargs or {}))
+
+    def run(q, k, v):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(lambda *x: ours()(*(y.sin() for y in x)), q, k, v, use_reentrant=False, context_fn=contexts)
+
+    with Counting() as count:
+        got = gradients(run, learned())
+    assert count.calls == 1
+    close(got, gradients(lambda q, k, v: ours()(q.sin(), k.sin(), v.sin()), learned()), atol=1e-6)
+
+
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_graph_under_compile(dynamic):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -229,6 +257,26 @@ def test_gradient_checkpointing_of_a_model(use_reentrant):
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     close(model_gradients(model, **batch()), {name: x.clone() for name, x in want.items()}, atol=1e-6)
+
+
+def test_adapters_of_another_dtype():
+    """As PEFT trains: bfloat16 weights, float32 adapters on q and v alone, under autocast."""
+    found = {}
+    for attention in ("sdpa", "tpu_attention"):
+        model = llama(attention).to(torch.bfloat16).requires_grad_(False)
+        torch.manual_seed(1)
+        adapters = {}
+        for index, layer in enumerate(model.model.layers):
+            for name in ("q_proj", "v_proj"):
+                base = getattr(layer.self_attn, name)
+                adapter = torch.nn.Linear(base.in_features, base.out_features, bias=False)
+                adapters[f"{index}.{name}"] = adapter.weight
+                base.register_forward_hook(lambda _module, x, out, adapter=adapter: out + adapter(x[0].float()))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**batch()).loss.backward()
+        found[attention] = {name: weight.grad for name, weight in adapters.items()}
+    assert all(grad.dtype == torch.float32 and grad.any() for grad in found["sdpa"].values())
+    close(found["tpu_attention"], found["sdpa"], atol=2e-2 * max(grad.abs().max() for grad in found["sdpa"].values()))
 
 
 def test_packed_documents():

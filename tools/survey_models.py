@@ -373,6 +373,8 @@ def run_types(types: list[str]) -> Iterator[dict[str, Any]]:
                 current = None
                 yield message["row"]
         code = process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
         if current is not None:
             left.remove(current)
             yield {"type": current, "head": model_types()[current], "status": "not run", "why": why or f"exit code {code}"}

@@ -58,13 +58,14 @@ OWN_ATTENTION = frozenset(
 )
 
 # Models that call the interface and are right only with the masks of "eager": deepseek_v4 appends a bias to its mask,
-# bigbird_pegasus' encoder adds it to scores of its own, bridgetower uses one row of it for many queries.
-EAGER_MASKS = frozenset("bigbird_pegasus bridgetower deepseek_v4".split())
+# bigbird_pegasus' encoder and informer's decoder add it to scores of their own, bridgetower uses one row of it for many
+# queries.
+EAGER_MASKS = frozenset("bigbird_pegasus bridgetower deepseek_v4 informer".split())
 
 # Models that transformers never runs on SDPA. What their code means by no mask is what eager makes of it: every key,
 # whatever their layers say of causality (nllb_moe's decoder says it has none, bridgetower's open layers that they have).
 NEVER_SDPA = EAGER_MASKS | frozenset(
-    "align clap flint gemma2 git gpt_oss granite_swa granitemoe_swa hy_v4 informer inkling2_loop longt5 markuplm "
+    "align clap flint gemma2 git gpt_oss granite_swa granitemoe_swa hy_v4 inkling2_loop longt5 markuplm "
     "mimo_v2_flash nllb_moe openai_privacy_filter patchtsmixer pegasus_x speech_to_text splinter switch_transformers "
     "t5gemma time_series_transformer vaultgemma videoprism".split()
 )

@@ -1,0 +1,73 @@
+"""128k tokens, and the memory of training: compiled for generations of TPU. A window is a value of the ranges, so the
+causal and the windowed call are one program."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from test_compile_matrix import Cell, kernels, vmem_budget
+
+from tpu_kernels.offdevice.aot import Array, FunctionJob, compile_all
+
+MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+PLAIN = Path(__file__).with_name("plain_attention.py")
+LONG = Cell(
+    "range-attention", "forward", "bfloat16", "default", 128, 128, 4, 1 << 17, 1 << 17, True, False, 0.0, kv_heads=2, batch=1
+)  # fmt: skip
+DECODE = dataclasses.replace(LONG, function="decode", q_len=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e", "tpu7x"])
+def test_128k_tokens(target, capsys):
+    """Inference of one sequence, and of 8 at once: prefetched scalars that did not fit SMEM would not compile. What the
+    kernel keeps in HBM beyond operands and results grows with rows and keys, not with their product."""
+    cells = [LONG, DECODE, *(dataclasses.replace(each, batch=8) for each in (LONG, DECODE))]
+    results = compile_all([each.job(target, MODULE, vmem_budget(target)) for each in cells], workers=2, timeout=400)
+    with capsys.disabled():
+        print()
+        for cell, result in zip(cells, results, strict=True):
+            print(f"{cell} batch {cell.batch}, compiled for {target}: {result.temp_bytes / 1024:.0f} KiB {result.error}")
+            assert result.ok, (cell, result.error)
+            assert result.temp_bytes <= 4 * cell.batch * (cell.q_len + cell.kv_len), cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e", "tpu7x"])
+def test_gradients_of_128k_tokens(target, capsys):
+    cell = dataclasses.replace(LONG, function="backward")
+    (result,) = compile_all([cell.job(target, MODULE, vmem_budget(target))], workers=1, timeout=600)
+    with capsys.disabled():
+        print(f"\n{cell}, compiled for {target}: {result.temp_bytes / 1024:.0f} KiB {result.error}")
+    assert result.ok, result.error
+    assert result.temp_bytes <= 32 * cell.kv_heads * cell.group * cell.q_len
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_memory_of_training_at_8192_tokens(target, capsys):
+    """HBM beyond operands and results: both functions of the kernel, and the same attention written out for XLA."""
+    length, heads, kv_heads, dim = 8192, 8, 2, 128  # with 32 heads, what is written out exceeds the HBM of a v5e
+    cell = dataclasses.replace(
+        LONG, function="backward", q_len=length, kv_len=length, kv_heads=kv_heads, group=heads // kv_heads, validity=False
+    )
+    q, k = (Array("bfloat16", (1, each, length, dim)) for each in (heads, kv_heads))
+    jobs = [
+        dataclasses.replace(cell, function="forward_with_lse").job(target, MODULE, vmem_budget(target)),
+        cell.job(target, MODULE, vmem_budget(target)),
+        FunctionJob(f"{PLAIN}:attention_and_gradients", (q, k, k, q), target),
+    ]
+    forward, backward, plain = results = list(compile_all(jobs, workers=1, timeout=400))
+    with capsys.disabled():
+        print(
+            f"\ntemporary HBM of training, {heads}/{kv_heads} heads of {dim}, {length} tokens, compiled for {target}: "
+            f"forward {forward.temp_bytes / 2**20:.1f} MiB, backward {backward.temp_bytes / 2**20:.1f} MiB; "
+            f"written out for XLA {plain.temp_bytes / 2**20:.0f} MiB"
+        )
+    assert all(each.ok for each in results), [each.error for each in results]
+    scores = heads * length * length * 2
+    assert plain.temp_bytes >= scores
+    # The sums of dO * out, one number a row and head (at most 32 bytes each): nothing of S x S, no partial dq.
+    assert max(forward.temp_bytes, backward.temp_bytes) <= 32 * heads * length
