@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .arguments import check_arguments
+from .arithmetic import NO_KEY, column, dot
 from .blocks import LANES, Blocks, choose_backward_blocks
-from .forward import NO_KEY, check_arguments, column, dot
-from .ranges import ALL_VALID, NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
+from .ranges import NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
 
 
 def backward(
@@ -96,9 +97,7 @@ def _gradients(
     )
     rows, n = blocks.rows, blocks.kv // blocks.tile
     q_blocks, kv_blocks = -(-q_len // rows), -(-kv_len // blocks.kv)
-    bounds = block_bounds(
-        starts, ends, key_valid, kv_len=kv_len, rows=rows, tile=blocks.tile, full_needs_every_row=True
-    )
+    bounds = block_bounds(starts, ends, key_valid, kv_len=kv_len, rows=rows, tile=blocks.tile, full_needs_every_row=True)
     scalars = [x for x in bounds if x is not None]
 
     # Rows along the lanes. lse is +inf where there is nothing to weigh, so that weights are 0 there.
@@ -251,7 +250,7 @@ def _for_tiles(
             partly = jnp.logical_not(full)
         else:
             state = state_ref[b * tiles + base + t]
-            full = jnp.logical_and(full, state == ALL_VALID)
+            full = jnp.logical_and(full, state > 0)
             partly = jnp.logical_and(jnp.logical_not(full), state != NONE_VALID)
         pl.when(full)(lambda: full_body(t))
         pl.when(partly)(lambda: body(t))

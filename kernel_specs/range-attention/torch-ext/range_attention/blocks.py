@@ -18,53 +18,63 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def vmem_need(blocks: Blocks, heads: int, head_dim: int, v_dim: int, itemsize: int) -> int:
-    """Bytes of VMEM that one call is expected to use, register spills included (an upper estimate)."""
+def vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """Bytes of VMEM that one call of `forward` is expected to use, register spills included (an upper estimate)."""
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
-    rows = blocks.rows * heads
-    copied = 2 * itemsize * (blocks.kv + rows) * (d + dv)  # the pipeline holds two of every block
-    carried = 4 * rows * (dv + 4 * LANES)  # accumulator, running maximum, sums, starts, ends
-    scores = (
-        4 * rows * (3 * blocks.tile + 2 * dv)
-    )  # this tile's scores, the next one's, the weights, products
-    return copied + carried + scores
+    rows, kv, tile = blocks
+    copied = 2 * itemsize * (kv + rows) * (d + dv)  # the pipeline holds two of every block
+    carried = 4 * rows * (dv + 3 * 8)  # accumulator, running maximum, sums, ranges
+    scores = 4 * rows * (4 * tile + 2 * dv)  # two tiles' scores, as much again of weights and spills, products
+    return copied + carried + scores + 4 * 4 * tile * LANES  # validity, spread over the lanes
 
 
 def choose_blocks(
-    q_len: int, kv_len: int, heads: int, head_dim: int, v_dim: int, itemsize: int,
-    block_q: int, block_kv: int, vmem_bytes: int,
-) -> tuple[Blocks, int]:  # fmt: skip
-    """Blocks for one call, and the VMEM limit to ask the compiler for.
+    q_len: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_q: int, block_kv: int, vmem_bytes: int
+) -> tuple[Blocks, int]:
+    """Blocks for one call of `forward`, and the VMEM limit to ask the compiler for. Rows are a multiple of 128.
 
-    heads: query heads stacked in one block. block_q, block_kv: the caller's wish, 0 = choose. A wish is rounded up
-    to what the hardware tiles need, and kept even if the compiler may refuse it for lack of VMEM.
+    block_q, block_kv: the caller's wish, 0 = choose. A wish is rounded up to what the hardware tiles need, and kept
+    even if the compiler may refuse it for lack of VMEM.
     """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
-    sublanes = 32 // itemsize  # rows of one hardware tile: 8 for float32, 16 for bfloat16
-
-    def fit(rows: int, kv: int, tile: int) -> Blocks:
-        rows = round_up(min(block_q or rows, q_len), sublanes)
-        if q_len > rows:
-            rows = round_up(rows, LANES) if not block_q else rows
-        kv = round_up(min(block_kv or kv, kv_len), LANES)
-        if kv > tile:
-            kv = round_up(kv, tile) if not block_kv else kv
-        while kv % tile:
-            tile -= LANES
-        return Blocks(rows, kv, min(tile, kv))
-
-    candidates = [(512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512), (256, 512, 256)]
-    candidates += [
-        (128, 512, 256),
-        (128, 256, 256),
-        (128, 256, 128),
-        (128, 128, 128),
-        (64, 128, 128),
-        (16, 128, 128),
-    ]
+    candidates = [(512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512)]
+    candidates += [(256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
     for rows, kv, tile in candidates:
-        blocks = fit(rows, kv, tile)
-        if vmem_need(blocks, heads, head_dim, v_dim, itemsize) <= 0.75 * budget:
+        rows = round_up(min(block_q or rows, q_len), LANES)
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
+        if vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
+            break
+    return blocks, int(0.95 * budget)
+
+
+def _fit(kv_len: int, block_kv: int, kv: int, tile: int) -> tuple[int, int]:
+    """(keys a block, keys a tile) for a sequence of kv_len keys: no longer than it, and the tile divides the block."""
+    kv = round_up(min(block_kv or kv, kv_len), LANES)
+    if kv > tile and not block_kv:
+        kv = round_up(kv, tile)
+    while kv % tile:
+        tile -= LANES
+    return kv, min(tile, kv)
+
+
+def decode_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """`vmem_need` for `decode`, in which rows lie along the sublanes."""
+    d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
+    rows, kv, tile = blocks
+    copied = 2 * itemsize * (kv + rows) * (d + dv)
+    carried = 4 * rows * (dv + 4 * LANES)
+    return copied + carried + 4 * rows * (3 * tile + 2 * dv)
+
+
+def choose_decode_blocks(
+    rows: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_kv: int, vmem_bytes: int
+) -> tuple[Blocks, int]:
+    """`choose_blocks` for `decode`, which takes all `rows` in one block."""
+    budget = vmem_bytes or DEFAULT_VMEM_BYTES
+    rows = round_up(rows, 32 // itemsize)  # rows of one hardware tile: 8 for float32, 16 for bfloat16
+    for kv, tile in ((2048, 512), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)):
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
+        if decode_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)
 
@@ -90,12 +100,7 @@ def choose_backward_blocks(
     candidates += [(256, 256, 256), (256, 256, 128), (128, 256, 128), (128, 128, 128)]
     for rows, kv, tile in candidates:
         rows = round_up(min(block_q or rows, q_len), LANES)
-        kv = round_up(min(block_kv or kv, kv_len), LANES)
-        if kv > tile and not block_kv:
-            kv = round_up(kv, tile)
-        while kv % tile:
-            tile -= LANES
-        blocks = Blocks(rows, kv, min(tile, kv))
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
         if backward_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-# What `tile_state` says about the validity of one tile of keys.
-NONE_VALID, SOME_VALID, ALL_VALID = 0, 1, 2
+# What `tile_state` says about the validity of one tile of keys, beside numbers above 0.
+NONE_VALID, SOME_VALID = -1, 0
 
 
 class BlockBounds(NamedTuple):
@@ -20,7 +21,8 @@ class BlockBounds(NamedTuple):
     hi: jax.Array  # one past the last such tile; lo == hi == 0 when no row sees a key
     full_lo: jax.Array  # tiles in [full_lo, full_hi) lie inside the range of every row that sees anything
     full_hi: jax.Array
-    tile_state: jax.Array | None  # [B * tiles] NONE_VALID, SOME_VALID or ALL_VALID; None without validity
+    # [B * tiles] NONE_VALID, SOME_VALID, or how many tiles from this one on are all valid; None without validity
+    tile_state: jax.Array | None
 
 
 def clamp_ranges(starts: jax.Array, ends: jax.Array, kv_len: int) -> tuple[jax.Array, jax.Array]:
@@ -30,9 +32,7 @@ def clamp_ranges(starts: jax.Array, ends: jax.Array, kv_len: int) -> tuple[jax.A
     return starts, ends
 
 
-def drop_ranges_without_valid_keys(
-    starts: jax.Array, ends: jax.Array, key_valid: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def drop_ranges_without_valid_keys(starts: jax.Array, ends: jax.Array, key_valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int32 ranges [B, Q], clamped; those in which key_valid [B, KV] has no key become (0, 0)."""
     starts, ends = clamp_ranges(starts, ends, key_valid.shape[1])
     before = jnp.cumsum(jnp.pad(key_valid.astype(jnp.bool_), ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
@@ -81,10 +81,11 @@ def block_bounds(
     tile_state = None
     if key_valid is not None:
         padded = jnp.pad(key_valid, ((0, 0), (0, tiles * tile - kv_len))).reshape(batch, tiles, tile)
-        any_valid = padded.any(-1)
-        tile_state = any_valid.astype(jnp.int32) + padded.all(-1).astype(jnp.int32)
-        # Whole tiles of padding at either end are not visited at all.
+        any_valid, all_valid = padded.any(-1), padded.all(-1)
         index = jnp.arange(tiles, dtype=jnp.int32)
+        broken = lax.cummin(jnp.where(all_valid, tiles, index), axis=1, reverse=True)  # the next tile not all valid
+        tile_state = jnp.where(any_valid, broken - index, NONE_VALID)
+        # Whole tiles of padding at either end are not visited at all.
         lo = jnp.maximum(lo, jnp.where(any_valid, index, tiles).min(-1, keepdims=True))
         hi = jnp.minimum(hi, jnp.where(any_valid, index + 1, 0).max(-1, keepdims=True))
 

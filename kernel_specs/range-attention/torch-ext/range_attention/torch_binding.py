@@ -85,9 +85,7 @@ def _kernel_can(
 ) -> bool:  # fmt: skip
     learned = [query, key, value] if sinks is None else [query, key, value, sinks]
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in learned)
-    same_for_all_rows = mask is None or (
-        mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1
-    )
+    same_for_all_rows = mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
     return (
         query.device.type in ("tpu", "cpu")
         and query.dtype in (torch.float32, torch.bfloat16)

@@ -1,0 +1,32 @@
+"""What the functions of this kernel ask of their arguments."""
+
+import jax
+import jax.numpy as jnp
+
+
+def check_arguments(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array,
+    key_valid: jax.Array | None, sinks: jax.Array | None, softcap: float, precision: str,
+) -> None:  # fmt: skip
+    """Raises ValueError naming the first argument that does not fit."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, head_dim], got shape {x.shape}")
+    batch, q_heads, q_len, head_dim = q.shape
+    _, kv_heads, kv_len, _ = k.shape
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape != (batch, kv_heads, kv_len, head_dim) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"shapes of q, k, v do not fit together: {q.shape}, {k.shape}, {v.shape}")
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
+    if starts.shape != (batch, q_len) or ends.shape != (batch, q_len):
+        raise ValueError(f"starts and ends must be {(batch, q_len)}, got {starts.shape} and {ends.shape}")
+    if key_valid is not None and key_valid.shape != (batch, kv_len):
+        raise ValueError(f"key_valid must be {(batch, kv_len)}, got {key_valid.shape}")
+    if sinks is not None and sinks.shape != (q_heads,):
+        raise ValueError(f"sinks must be {(q_heads,)}, got {sinks.shape}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+    if precision not in ("default", "high", "highest"):
+        raise ValueError(f'precision must be "default", "high" or "highest", got {precision!r}')
