@@ -128,6 +128,15 @@ def test_unknown_values_do_no_harm_where_nothing_depends_on_them():
     assert dict(made.unknown_opcodes) == {"snewthing.u32": 1}
 
 
+def test_what_the_vector_unit_hands_back_is_not_known_unless_it_is_stated():
+    branch = ["%p1_p1 = scmp.gt.f32.partialorder %s1_s1, 0.0"]
+    branch += ["%9 = sbr.rel (!%p1_p1) target bundleno = 6 (0x6), region = 1"]
+    made = program("%s1_s1 = spop %v3_v3", *branch, "", "%v1_v0 = vadd.f32 %v0_v0, %v0_v0", "", "")
+    with pytest.raises(UnsupportedProgramError, match="not known"):
+        made.run(MODEL)
+    assert (made.run(MODEL, popped=0).cycles, made.run(MODEL, popped=1).cycles) == (5, 7)
+
+
 def test_a_number_that_is_no_integer_is_not_known():
     start = ["%s1_s1 = smov.f32 1.442695", "%s2_s2 = scalar_select /*predicate=*/1, /*on_true=*/-2.5e+07, /*on_false=*/inf"]
     assert program(*start, "").run(MODEL).cycles == 3

@@ -448,8 +448,11 @@ def test_block_bounds(data: st.DataObject) -> None:
             elif visited and sets and all(keys <= x for x in sets):
                 raise AssertionError("a full tile was not found to be one")
             if bounds.tile_state is not None:
-                expected = ranges.NONE_VALID if not alive else ranges.ALL_VALID if alive == keys else None
-                if expected is not None and keys <= set(range(kv_len)):
+                if keys <= set(range(kv_len)):
+                    expected = ranges.NONE_VALID if not alive else ranges.SOME_VALID
+                    if alive == keys:  # how many tiles from here on are valid throughout
+                        following = itertools.takewhile(lambda k: k < kv_len and valid[k], range(t * tile, kv_len + 1))
+                        expected = len(list(following)) // tile
                     assert bounds.tile_state[t] == expected
         seen = set().union(*sets) if sets else set()
         if (
@@ -469,10 +472,10 @@ def test_chosen_blocks(vmem: int) -> None:
     for q_len, kv_len, dim, itemsize in itertools.product(
         (1, 7, 200, 577, 4096), (1, 200, 577, 8192), (64, 192, 512), (2, 4)
     ):
-        blocks, limit = block_sizes.choose_blocks(q_len, kv_len, 1, dim, dim, itemsize, 0, 0, vmem * 2**20)
+        blocks, limit = block_sizes.choose_blocks(q_len, kv_len, dim, dim, itemsize, 0, 0, vmem * 2**20)
         assert blocks.kv % blocks.tile == 0 and blocks.tile % block_sizes.LANES == 0
         assert blocks.rows % (32 // itemsize) == 0
-        assert block_sizes.vmem_need(blocks, 1, dim, dim, itemsize) <= limit <= vmem * 2**20
+        assert block_sizes.vmem_need(blocks, dim, dim, itemsize) <= limit <= vmem * 2**20
         if min(q_len, kv_len) >= 4096 and dim == 64 and itemsize == 2:
             assert blocks.rows >= 512 and blocks.kv >= 512  # 128-blocks are many times slower
 

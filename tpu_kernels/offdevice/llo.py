@@ -201,7 +201,7 @@ _ARITHMETIC = {
 }  # fmt: skip
 # Without effect on control flow or time beyond their bundle.
 _IGNORED = (
-    "sfence", "cfence", "cst", "cld", "shalt", "inlined_call", "compiler-scheduling-barrier", "strace", "spop",
+    "sfence", "cfence", "cst", "cld", "shalt", "inlined_call", "compiler-scheduling-barrier", "strace",
 )  # fmt: skip
 _SYNC = {"vsyncadd": "sync_add", "vsyncpa": "sync_set", "vsyncset": "sync_set"}
 _HELPERS: dict[str, Any] = {
@@ -474,9 +474,10 @@ class Program:
         if family in _SYNC:
             values = ", ".join(self._value(each) for each in arguments[:2])
             return step(f"machine.{_SYNC[family]}({values})", "")
+        if family == "spop":
+            return step("machine.popped")
         if scalar:
-            if family != "spop":
-                self.unknown_opcodes[opcode] += 1
+            self.unknown_opcodes[opcode] += 1
             return [_Step(target, "UNKNOWN", "", ())]
         raise UnsupportedProgramError(f"opcode {opcode} is not known: {operation[:120]}")
 
@@ -502,6 +503,8 @@ class Program:
         if literal := _LITERAL.match(text):
             value = int(literal.group(1), 16) if literal.group(1) else int(literal.group(2))
             return str(value - (1 << 32) if 1 << 31 <= value < 1 << 32 else value)
+        if text == "0.0":  # the one number whose bits are the same as an integer's
+            return "0"
         if _FLOAT.match(text):
             return "UNKNOWN"
         if text.startswith("#"):
@@ -509,18 +512,26 @@ class Program:
             return str((number + 1) << _ALLOCATION_SHIFT)
         raise UnsupportedProgramError(f"an argument of unknown form: {text[:80]!r}")
 
-    def run(self, model: DmaModel, inputs: Mapping[int, Sequence[int]] | None = None, seconds: float = 60.0) -> Execution:
+    def run(
+        self,
+        model: DmaModel,
+        inputs: Mapping[int, Sequence[int]] | None = None,
+        *,
+        popped: int | None = None,
+        seconds: float = 60.0,
+    ) -> Execution:
         """Execute the program.
 
         Args:
             model: what DMAs cost.
             inputs: index of an input operand -> its 32-bit words, for those that control flow depends on.
+            popped: what every scalar that the vector unit hands back is taken for; None: it is not known.
             seconds: wall time after which to give up.
 
         Raises:
             UnsupportedProgramError: when control flow depends on something unknown, or it took too long.
         """
-        machine = _Machine(self, model, dict(inputs or {}))
+        machine = _Machine(self, model, dict(inputs or {}), UNKNOWN if popped is None else popped)
         registers: list[Any] = [UNKNOWN] * len(self._registers)
         counts = [0] * len(self._blocks)
         blocks, index, memory = self._blocks, 0, machine.memory
@@ -569,10 +580,11 @@ class Program:
 class _Machine:
     """Time, scalar memory, semaphores and DMAs of one run. Generated code calls it."""
 
-    def __init__(self, program: Program, model: DmaModel, inputs: dict[int, Sequence[int]]) -> None:
+    def __init__(self, program: Program, model: DmaModel, inputs: dict[int, Sequence[int]], popped: Any) -> None:
         self.cycle = 0.0  # at which the current piece started, stalls included
         self.stall = 0.0
         self.taken: Any = 0
+        self.popped = popped
         self.back = False
         self.memory: dict[int, int] = {}
         self.moved: collections.Counter[str] = collections.Counter()

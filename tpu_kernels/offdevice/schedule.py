@@ -8,8 +8,9 @@
 libtpu compiles the program and writes down its VLIW schedule, and `llo` executes its scalar core: trip counts,
 skipped blocks and waits for DMAs come out, cycle by cycle. Figures are for comparing programs in one run. They do
 not hold: launch of the program and of each kernel, refresh and contention of HBM (peak bandwidth is assumed, 0.5 us
-latency), memory bank conflicts, misses of the instruction memory by very long kernels, clock throttling, and the
-second core of a chip. Clocks of v6e and tpu7x are not published (see `targets`).
+latency), branches of a kernel on its data (what it reads back from vectors is taken for 0), memory bank conflicts,
+misses of the instruction memory by very long kernels, clock throttling, and the second core of a chip. Clocks of v6e
+and tpu7x are not published (see `targets`).
 """
 
 from __future__ import annotations
@@ -308,7 +309,8 @@ def estimate(
                     inputs[index] = smem_words(each, made_by[instruction.operands[index]].layout)
         try:
             program = Program(path.read_text(), BRANCH_DELAY[goal.name], table.read_text() if table else "")
-            execution = program.run(model, inputs)
+            # A Pallas kernel that asks something of its data gets 0, "no"; of XLA's own code nothing is assumed.
+            execution = program.run(model, inputs, popped=0 if instruction.is_kernel else None)
         except UnsupportedProgramError as error:
             raise UnsupportedProgramError(f"{name}: {error}") from None
         operations.append(_operation(name, instruction.is_kernel, count, execution))

@@ -47,8 +47,8 @@ def isolate(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(k_ok, k.astype(jnp.float32), jnp.nan).astype(k.dtype), clean
 
 
-def any_not_finite(x: jax.Array) -> jax.Array:
-    """Whether x [rows, columns], float32 or bfloat16, holds a NaN or an infinity: a scalar, in integer arithmetic.
+def not_finite(x: jax.Array) -> jax.Array:
+    """int32 [8, columns] that is 0 where x [rows, columns], float32 or bfloat16, is finite in all rows: integer arithmetic.
 
     Adding one to an exponent of all ones carries into the sign's place, which was cleared before.
     """
@@ -57,7 +57,7 @@ def any_not_finite(x: jax.Array) -> jax.Array:
     sign = -0x80000000 if x.dtype == jnp.float32 else 0x80008000 - 2**32
     carried = jnp.bitwise_and(pltpu.bitcast(x, jnp.int32), exponent) + one
     carried = functools.reduce(jnp.bitwise_or, [carried[r : r + 8] for r in range(0, carried.shape[0], 8)])
-    return jnp.max(jnp.where(jnp.bitwise_and(carried, sign) != 0, 1.0, 0.0)) > 0.0
+    return jnp.bitwise_and(carried, sign)
 
 
 def column(row: jax.Array, rows: int) -> jax.Array:

@@ -37,8 +37,8 @@ def choose_blocks(
     even if the compiler may refuse it for lack of VMEM.
     """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
-    candidates = [(512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512)]
-    candidates += [(256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
+    candidates = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
+    candidates += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
     for rows, kv, tile in candidates:
         rows = round_up(min(block_q or rows, q_len), LANES)
         blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))

@@ -25,10 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
-from .arithmetic import LOG2E, LOWEST, NO_KEY, any_not_finite, column, dot, isolate
+from .arithmetic import LOG2E, LOWEST, NO_KEY, column, dot, isolate, not_finite
 from .blocks import LANES, Blocks, choose_blocks
 from .ranges import NONE_VALID, block_bounds, by_block, clamp_ranges, drop_ranges_without_valid_keys
 
+UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 CHAIN = 4  # full tiles in one straight line of code: more hide more of the latency between tiles
 
 
@@ -181,11 +182,13 @@ def attend(
                 pltpu.VMEM((8, rows), jnp.float32),
                 pltpu.VMEM((v_dim, rows), jnp.float32),
                 pltpu.VMEM((2, blocks.tile, rows), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
             ],
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
+            # Query blocks in order, on one core: what is known of a key block is kept for the next query block.
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
@@ -212,7 +215,7 @@ def _kernel(
     sink_ref = next(it) if has_sinks else None
     o_ref = next(it)
     lse_ref = next(it) if with_lse else None
-    m_ref, l_ref, acc_ref, s_ref = it
+    m_ref, l_ref, acc_ref, s_ref, leaks_ref = it
 
     rows, tile, n = blocks.rows, blocks.tile, blocks.kv // blocks.tile
     if softcap:  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
@@ -251,13 +254,18 @@ def _kernel(
     def prepare(t, slot: int) -> None:
         s_ref[slot] = scores(k_ref[0, 0, keys(t), :])
 
-    def seen(t, size: int = tile, at: Any = 0) -> list[jax.Array]:
-        """Who sees the `size` keys from key `at` of tile t on: bool [size, LANES] for each LANES rows."""
+    def seen(t, size: int = tile, at: Any = 0, started: bool = False) -> list[jax.Array]:
+        """Who sees the `size` keys from key `at` of tile t on: bool [size, LANES] for each LANES rows.
+
+        started: every range is known to begin before this tile.
+        """
         position = (base + t) * tile + at + lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
         if valid_ref is not None:
             valid = valid_ref[0, t] if size == tile else valid_ref[0, t, :, pl.ds(pl.multiple_of(at, size), size)]
             position = jnp.where(column(valid, size) != 0, position, NO_KEY)
         ranges = [ranges_ref[0, 0, :, c : c + LANES] for c in range(0, rows, LANES)]
+        if started:
+            return [position < x[1:2] for x in ranges]
         return [jnp.logical_and(position >= x[0:1], position < x[1:2]) for x in ranges]
 
     def hide(s: jax.Array, visible: list[jax.Array]) -> jax.Array:
@@ -305,6 +313,28 @@ def _kernel(
     @pl.when(j < used_blocks)
     def _():
         first, end = jnp.maximum(lo - base, 0), jnp.minimum(hi - base, n)
+
+        # The same key block stays in VMEM from one query block to the next, and so does what is known of it.
+        before = jnp.maximum(block - 1, 0)
+        stays = jnp.logical_and(hi_ref[before] > 0, (hi_ref[before] + n - 1) // n - 1 == first_block)
+        stays = jnp.logical_and(stays, jnp.logical_and(i > 0, j == 0))
+
+        @pl.when(jnp.logical_not(stays))
+        def _():
+            leaks_ref[0] = UNKNOWN
+
+        masks = True
+        if state_ref is None:
+            masks = jnp.logical_or(base + first < full_lo, base + end > full_hi)
+
+        @pl.when(jnp.logical_and(masks, leaks_ref[0] == UNKNOWN))
+        def _():
+            def look(t, found):
+                return jnp.bitwise_or(found, not_finite(v_ref[0, 0, keys(t), :]))
+
+            found = lax.fori_loop(0, n, look, jnp.zeros((8, v_ref.shape[-1]), jnp.int32))
+            leaks_ref[0] = jnp.where(jnp.max(jnp.where(found != 0, 1.0, 0.0)) > 0.0, 1, 0)
+
         last = end - 1
         prepare(first, 0)
 
@@ -324,9 +354,12 @@ def _kernel(
 
             @pl.when(jnp.logical_and(full <= 0, jnp.logical_not(none_valid)))
             def _():
-                leaks = any_not_finite(v_ref[0, 0, keys(t), :])
+                leaks = leaks_ref[0] != 0
+                started = base + t >= full_lo
                 pl.when(leaks)(functools.partial(isolated, t, last))
-                pl.when(jnp.logical_not(leaks))(lambda: one(t, last, seen(t)))
+                clean = jnp.logical_not(leaks)
+                pl.when(jnp.logical_and(clean, started))(lambda: one(t, last, seen(t, started=True)))
+                pl.when(jnp.logical_and(clean, jnp.logical_not(started)))(lambda: one(t, last, seen(t)))
 
             if state_ref is not None:
                 pl.when(none_valid)(lambda: prepare(jnp.minimum(t + 1, last), 0))
