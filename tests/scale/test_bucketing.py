@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -10,8 +11,8 @@ from transformers import AutoConfig
 
 import tpu_kernels
 from tests.models.tiny_models import TinyModel
+from tests.test_routing import PLAIN
 from tpu_kernels import PromptBuckets, ledger, routing
-from tpu_kernels.attention import _make_plan
 
 _SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
           "num_key_value_heads": 1}  # fmt: skip
@@ -85,16 +86,10 @@ def test_200_requests_meet_as_many_shapes_as_buckets_and_one_for_decoding(monkey
 def test_a_changing_size_is_warned_of_once_on_a_tpu(caplog):
     book = ledger.Ledger()
     route = routing.Route("kernel", "kernel", "range-attention", "forward")
-    cpu = torch.device("cpu")
     with caplog.at_level(logging.WARNING, "tpu_kernels"):
         for batch in range(1, 15):
-            q, k = torch.Size((batch, 4, 8, 16)), torch.Size((batch, 2, 8, 16))
-            plan = _make_plan(
-                q, k, k, *(torch.float32,) * 3, (cpu,) * 3, None, None, None, True, False, False, False, False, (), True,
-                "highest", None,
-            )  # fmt: skip
-            request = plan.request
-            object.__setattr__(request, "device", "tpu")  # where each shape is a compilation
+            # On "tpu" each shape is a compilation.
+            request = dataclasses.replace(PLAIN, batch=batch, kv_batch=batch, device="tpu")
             book.met(request, route)
     (told,) = caplog.messages
     assert "batch size has 10 values (1 to 10)" in told and "keep the batch size fixed" in told
