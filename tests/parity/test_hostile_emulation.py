@@ -59,6 +59,40 @@ def test_checking_interpreter(case: str, extras: bool) -> None:
         torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-6)
 
 
+def test_query_blocks_that_share_key_blocks() -> None:
+    """What is known of a key block is kept for the next query block: windows that move, a block without keys, one NaN."""
+    rng = np.random.default_rng(5)
+    q_len, kv_len = 500, 700
+    ends = np.minimum(np.arange(q_len) + 1 + np.repeat([0, 130, 300, 260], 128)[:q_len], kv_len)
+    starts = np.maximum(ends - rng.integers(1, 200, q_len), 0)
+    starts[256:384] = ends[256:384]  # a query block that sees nothing
+    starts[np.arange(q_len) % 3 == 0] = np.maximum(starts[np.arange(q_len) % 3 == 0], 151)  # key 150 is hidden from these
+    call = make_call(4, "f32", 1, 2, 1, q_len, kv_len, 16, starts=starts[None], ends=ends[None])
+    call.v[0, 0, 150] = float("nan")
+    sees = (starts <= 150) & (ends > 150)
+    assert sees.any() and not sees[:64].any() and not sees[384:].any()
+    options = {"block_q": 128, "block_kv": 256}
+    plain = run(call, "forward", **options)
+    assert torch.equal(torch.isnan(plain).any(-1)[0, 0], torch.from_numpy(sees))
+    call.v[0, 0, 150] = 0.0
+    clean = check(call, "forward", **options)
+    torch.testing.assert_close(plain[:, :, ~sees], clean[:, :, ~sees], rtol=1e-6, atol=1e-6)
+    call.v[0, 0, 150] = float("nan")
+    hostile_out = run(call, "forward", interpret=hostile(0), **options)
+    torch.testing.assert_close(hostile_out, plain, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_what_lies_past_the_last_key_changes_no_bit(dtype: str) -> None:
+    ends = (120 + np.arange(20))[None]
+    call = make_call(6, dtype, 1, 1, 1, 20, 149, 16, starts=np.zeros((1, 20), int), ends=ends)
+    outs = [
+        run(call, "forward", interpret=pltpu.InterpretParams(uninitialized_memory=memory), block_kv=512)
+        for memory in ("nan", "zero")
+    ]
+    assert torch.equal(outs[0], outs[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "all extras"])
 def test_gradients(extras: bool) -> None:

@@ -165,7 +165,7 @@ def attend(
         last = (bounds.hi + n - 1) // n
         steps = jnp.maximum((last - bounds.lo // n).max(), 1)
     kernel = functools.partial(
-        _kernel, blocks=blocks, q_blocks=q_blocks, tiles=-(-kv_len // blocks.tile),
+        _kernel, blocks=blocks, q_blocks=q_blocks, kv_len=kv_len,
         scale=scale, softcap=softcap, precision=precision,
         has_valid=key_valid is not None, has_sinks=sinks is not None, with_lse=with_lse,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def attend(
 
 
 def _kernel(
-    *refs, blocks: Blocks, q_blocks: int, tiles: int, scale: float, softcap: float, precision: str,
+    *refs, blocks: Blocks, q_blocks: int, kv_len: int, scale: float, softcap: float, precision: str,
     has_valid: bool, has_sinks: bool, with_lse: bool,
 ) -> None:  # fmt: skip
     it = iter(refs)
@@ -218,6 +218,7 @@ def _kernel(
     m_ref, l_ref, acc_ref, s_ref, leaks_ref = it
 
     rows, tile, n = blocks.rows, blocks.tile, blocks.kv // blocks.tile
+    tiles = -(-kv_len // tile)
     if softcap:  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
         inner, unit = scale / softcap, softcap * LOG2E
     else:
@@ -246,6 +247,14 @@ def _kernel(
 
     def keys(t, size: int = tile, at: Any = 0) -> pl.Slice:
         return pl.ds(pl.multiple_of(t * tile + at, size), size)
+
+    def values(t) -> jax.Array:
+        """v of tile t, 0 past the last key: what lies there may be anything, and must not decide which way is taken."""
+        v = v_ref[0, 0, keys(t), :]
+        if kv_len % tile == 0:
+            return v
+        position = (base + t) * tile + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        return jnp.where(position < kv_len, v.astype(jnp.float32), 0.0).astype(v.dtype)
 
     def scores(k: jax.Array) -> jax.Array:
         s = dot(k, q_ref[0, 0, 0], (1, 1), precision)
@@ -297,7 +306,7 @@ def _kernel(
         s = s_ref[0] if visible is None else hide(s_ref[0], visible)
         weights, alpha = softmax(s)
         prepare(jnp.minimum(t + 1, last), 0)
-        accumulate(weights, alpha, v_ref[0, 0, keys(t), :])
+        accumulate(weights, alpha, v_ref[0, 0, keys(t), :] if visible is None else values(t))
 
     def isolated(t, last) -> None:
         """A masked tile with a value that must not leak: rare, so in small steps and short code."""
@@ -330,7 +339,7 @@ def _kernel(
         @pl.when(jnp.logical_and(masks, leaks_ref[0] == UNKNOWN))
         def _():
             def look(t, found):
-                return jnp.bitwise_or(found, not_finite(v_ref[0, 0, keys(t), :]))
+                return jnp.bitwise_or(found, not_finite(values(t)))
 
             found = lax.fori_loop(0, n, look, jnp.zeros((8, v_ref.shape[-1]), jnp.int32))
             leaks_ref[0] = jnp.where(jnp.max(jnp.where(found != 0, 1.0, 0.0)) > 0.0, 1, 0)
