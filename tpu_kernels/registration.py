@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -13,6 +13,7 @@ from packaging.version import Version
 NAME = "tpu_attention"
 
 _registered: set[str] = set()
+_undo: list[Callable[[], None]] = []  # what takes back the check of loaded models, while a name is registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def register(name: str = NAME, *, kernels: Sequence[str] | None = None, strict: 
     _check_packages()
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from . import attention, masks
+    from . import attention, masks, tensor_parallel
 
     if name in AttentionInterface._global_mapping and name not in _registered:
         taken = AttentionInterface._global_mapping[name]
@@ -62,6 +63,8 @@ def register(name: str = NAME, *, kernels: Sequence[str] | None = None, strict: 
     attend = attention.tpu_attention if chosen is None else functools.partial(attention.tpu_attention, kernels=chosen)
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, masks.tpu_attention_mask)
+    if not _registered:
+        _undo.append(tensor_parallel.check_heads_at_load())
     _registered.add(name)
     attention.set_strict(strict)
     return Registration(name, names, _notes())
@@ -81,6 +84,8 @@ def unregister(name: str = NAME) -> None:
     del AttentionInterface._global_mapping[name]
     del AttentionMaskInterface._global_mapping[name]
     _registered.remove(name)
+    if not _registered:
+        _undo.pop()()
 
 
 def registered_names() -> tuple[str, ...]:

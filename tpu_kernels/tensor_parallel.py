@@ -89,14 +89,50 @@ def _uneven(plan: dict[str, str], text: Any, tp_size: int) -> bool:
     return any(each % tp_size for each in heads)
 
 
-def check_heads(config: Any) -> None:
-    """Raise where the plan of this loaded model splits heads that do not divide; else the projections fail later, in a
-    view whose message names neither heads nor plan.
+def check_heads_at_load() -> Callable[[], None]:
+    """From now on `from_pretrained` raises, before it splits a model, where attention under a name registered here would
+    have heads that do not divide. transformers has no hook there: this wraps `maybe_distribute_model`, the step that splits.
+
+    Returns:
+        What puts the step back. It does nothing on a release without such a step; the first mask raises there.
+    """
+    from transformers import PreTrainedModel
+
+    from .registration import registered_names
+
+    step = "maybe_distribute_model"
+    original = getattr(PreTrainedModel, step, None)
+    if original is None:
+        return lambda: None
+
+    def checked(cls: Any, model: Any, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model.config.get_text_config(), "_attn_implementation", None) in registered_names():
+            check_heads(model.config, distributed_config)
+        return original.__func__(cls, model, distributed_config, *args, **kwargs)
+
+    own = PreTrainedModel.__dict__.get(step)
+    setattr(PreTrainedModel, step, classmethod(checked))
+
+    def put_back() -> None:
+        if own is None:  # the step is inherited
+            delattr(PreTrainedModel, step)
+        else:
+            setattr(PreTrainedModel, step, own)
+
+    return put_back
+
+
+def check_heads(config: Any, distributed: Any = None) -> None:
+    """Raise where the plan of this model splits heads that do not divide; else the projections fail later, in a view whose
+    message names neither heads nor plan.
+
+    Args:
+        distributed: the DistributedConfig, by default the one that loading left on the configuration.
 
     Raises:
         ValueError: naming the heads, tp_size and the plan that works.
     """
-    distributed = getattr(config, "distributed_config", None)
+    distributed = getattr(config, "distributed_config", None) if distributed is None else distributed
     if distributed is None or (distributed.tp_size or 1) <= 1:
         return
     text = config.get_text_config()

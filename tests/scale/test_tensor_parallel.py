@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import tpu_kernels
@@ -167,6 +167,42 @@ def test_the_first_mask_tells_of_heads_that_do_not_divide(plan, refused):
                 model(ids)
         else:
             model(ids)
+
+
+@pytest.mark.parametrize(("plan", "refused"), [(None, True), ("replicate", False)])
+def test_loading_tells_of_heads_that_do_not_divide(plan, refused, tmp_path, monkeypatch):
+    """Before any weight is read. The step that splits is replaced: one process has no mesh."""
+    one = config(num_key_value_heads=1)
+    TinyModel("glm4", {**_GEOMETRY, "num_key_value_heads": 1}).build("sdpa").save_pretrained(tmp_path)
+    tpu_kernels.unregister()
+    split = []
+    monkeypatch.setattr(
+        PreTrainedModel, "maybe_distribute_model", classmethod(lambda cls, model, *_: split.append(cls) or model)
+    )
+    monkeypatch.setattr(PreTrainedModel, "prepare_distribute_model", lambda given, device_map=None: (given, None, None))
+    plan = tpu_kernels.tensor_parallel_plan(one, 2) if plan == "replicate" else plan
+
+    def load(attention):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation=attention, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan)
+        )
+
+    tpu_kernels.register()
+    try:
+        if refused:
+            with pytest.raises(ValueError, match="1 KV heads do not divide by tp_size=2.*tensor_parallel_plan"):
+                load("tpu_attention")
+            assert split == []
+        else:
+            load("tpu_attention")
+            assert len(split) == 1
+        load("sdpa")
+        assert len(split) == 1 + (not refused)
+    finally:
+        tpu_kernels.unregister()
+        assert PreTrainedModel.maybe_distribute_model.__func__.__name__ == "<lambda>"
+        monkeypatch.undo()
+        tpu_kernels.register()
 
 
 def test_tied_embeddings_on_a_tpu_host_are_told(monkeypatch):
