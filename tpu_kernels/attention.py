@@ -54,6 +54,8 @@ class _Plan:
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
+# A process whose shapes never repeat plans each call anew; this many plans are a few MB.
+_MOST_PLANS = 4096
 
 
 def tpu_attention(
@@ -178,6 +180,8 @@ def tpu_attention(
     else:
         found = _plans.get(facts)
         if found is None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
             found = _plans[facts] = _make_plan(*facts)
             LEDGER.met(found.request, found.route)
         plan = found
