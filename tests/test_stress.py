@@ -126,7 +126,9 @@ def test_four_threads_generate_the_tokens_of_one():
 
     def generate(ids):
         with torch.no_grad():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            return model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False
+            )
 
     got = at_once([lambda ids=ids: generate(ids) for ids in prompts])
     for ids, tokens in zip(prompts, got, strict=True):
