@@ -23,3 +23,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("tpu"):
             item.add_marker(pytest.mark.skip(reason="no TPU on this host"))
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """What is installed is read anew, nothing is loaded, and what the test loads is forgotten."""
+    import kernels.importer
+
+    import tpu_kernels
+    from tpu_kernels import attention, hub
+
+    monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "_loaded", {})
+    monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
+    monkeypatch.setattr(attention, "_by_default", None)
+    monkeypatch.setattr(attention, "_known", {})
+    monkeypatch.setattr(attention, "_plans", {})
+    yield
+    tpu_kernels.reset()

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import json
 
-import kernels.importer
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import tpu_kernels
-from tpu_kernels import attention, cli, hub, scaffold, specs, verify
+from tpu_kernels import attention, cli, scaffold, specs, verify
 
 from .models.tiny_models import DECODERS
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """What is installed is read anew, nothing is loaded, and what the test loads is forgotten."""
-    monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "_loaded", {})
-    monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
-    monkeypatch.setattr(attention, "_by_default", None)
-    monkeypatch.setattr(attention, "_known", {})
-    monkeypatch.setattr(attention, "_plans", {})
-    yield
-    tpu_kernels.reset()
 
 
 def run(*arguments: object):

@@ -9,14 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
-import kernels.importer
 import pytest
 import torch
 import torch._dynamo
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import tpu_kernels
-from tpu_kernels import attention, hub, masks, scaffold
+from tpu_kernels import attention, masks, scaffold
 
 from .models.tiny_models import DECODERS
 from .test_attention import Layer, close, tensors
@@ -137,14 +136,8 @@ def test_four_threads_generate_the_tokens_of_one():
 
 
 @pytest.fixture
-def failing_kernel(tmp_path, monkeypatch):
+def failing_kernel(tmp_path, monkeypatch, alone):
     """Attention named "tpu_failing", whose kernel raises what the environment variable FAIL says."""
-    monkeypatch.setenv("TPU_KERNELS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "_loaded", {})
-    monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
-    monkeypatch.setattr(attention, "_by_default", None)
-    monkeypatch.setattr(attention, "_known", {})
-    monkeypatch.setattr(attention, "_plans", {})
 
     def install(name):
         folder = scaffold.write_kernel(name, tmp_path)
@@ -163,7 +156,6 @@ def failing_kernel(tmp_path, monkeypatch):
 
     yield install
     tpu_kernels.unregister("tpu_failing")
-    tpu_kernels.reset()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
