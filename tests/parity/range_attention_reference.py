@@ -25,7 +25,7 @@ from range_attention import blocks, ranges  # noqa: E402
 
 __all__ = [
     "Call", "blocks", "check", "check_gradients", "make_call", "output_gradient", "range_attention", "ranges",
-    "reference", "reference_gradients", "run", "run_gradients",
+    "reference", "reference_gradients", "run", "run_function", "run_gradients",
 ]  # fmt: skip
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -94,7 +94,7 @@ def run(
         scale=float(call.scale), softcap=float(call.softcap), block_q=block_q, block_kv=block_kv,
         precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
     )  # fmt: skip
-    return torch.from_dlpack(_run(function, _arrays(call), static)).clone()
+    return torch.from_dlpack(run_function(function, _arrays(call), static)).clone()
 
 
 def run_gradients(
@@ -107,9 +107,9 @@ def run_gradients(
         precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
     )  # fmt: skip
     arrays = _arrays(call)
-    out, lse = _run("forward_with_lse", arrays, static)
+    out, lse = run_function("forward_with_lse", arrays, static)
     grads = [_to_jax(do), None if dlse is None else _to_jax(dlse)]
-    dq, dk, dv, dsinks = _run("backward", [*arrays, out, lse, *grads], static)
+    dq, dk, dv, dsinks = run_function("backward", [*arrays, out, lse, *grads], static)
     made = dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
     return {name: torch.from_dlpack(x).clone() for name, x in made.items() if x is not None}
 
@@ -124,7 +124,7 @@ def _arrays(call: Call) -> list[jax.Array | None]:
     return arrays + [None if x is None else jnp.asarray(x) for x in (call.valid, call.sinks)]
 
 
-def _run(function: str, arrays: list[jax.Array | None], static: dict[str, Any]) -> Any:
+def run_function(function: str, arrays: list[jax.Array | None], static: dict[str, Any]) -> Any:
     if static["interpret"] is True:
         return jax.block_until_ready(_jitted(function, **static)(*arrays))
     # The checking interpreter keeps state of its own between host callbacks: not under an outer jit.

@@ -7,6 +7,7 @@ same kernel as transformers calls attention.
 from .backward import backward
 from .decode import decode
 from .forward import forward, forward_with_lse
+from .paged import paged
 from .torch_binding import flash_attn_forward, supports_flash_attn
 
-__all__ = ["backward", "decode", "flash_attn_forward", "forward", "forward_with_lse", "supports_flash_attn"]
+__all__ = ["backward", "decode", "flash_attn_forward", "forward", "forward_with_lse", "paged", "supports_flash_attn"]
