@@ -116,7 +116,14 @@ def tpu_attention(
             s_aux=s_aux, sinks=sinks, position_bias=position_bias, output_attentions=output_attentions,
             cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, **kwargs,
         )  # fmt: skip
-    if "cache" in kwargs and kwargs["cache"] is not None:
+    pages = None
+    continuous = kwargs.get("cache") is not None
+    if continuous and kwargs.get("block_table") is not None:
+        pages = paged_cache.write_pages(module, key, value, cu_seq_lens_k, sliding_window, kwargs)
+        # From here on a batch of requests with one query each.
+        query, attention_mask = query.transpose(0, 2), pages.mask()
+        cu_seq_lens_q = cu_seq_lens_k = None
+    elif continuous:
         bounds = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         key, value, attention_mask = paged_cache.read_cache(module, key, value, attention_mask, kwargs, bounds)
         cu_seq_lens_k = bounds["cu_seq_lens_k"]
@@ -135,7 +142,8 @@ def tpu_attention(
         raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
     causal = False
     if attention_mask is None:
-        if masks.no_mask_means_every_key(module):
+        # Continuous batching gives bounds and no mask, whatever the model means by none.
+        if not continuous and masks.no_mask_means_every_key(module):
             is_causal, sliding_window = False, None
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if cu_seq_lens_q is not None or sliding_window:
@@ -153,10 +161,11 @@ def tpu_attention(
         or (position_bias is not None and position_bias.requires_grad)
     )
     disabled, strict, precision = settings()
+    k_shape, v_shape = (key.shape, value.shape) if pages is None else pages.shapes()
     facts = (
         query.shape,
-        key.shape,
-        value.shape,
+        k_shape,
+        v_shape,
         query.dtype,
         key.dtype,
         value.dtype,
@@ -174,6 +183,7 @@ def tpu_attention(
         disabled,
         precision,
         kernels,
+        pages is not None,
     )
     if compiling:
         plan = _make_plan(*facts)
@@ -196,7 +206,14 @@ def tpu_attention(
         LEDGER.count(module, route, plan.detail, device)
 
     weights = None
-    if route.target == "kernel":
+    if pages is not None and route.function != "paged":
+        key, value = pages.gather()
+    if pages is not None and route.function == "paged":
+        out = getattr(torch.ops.tpu_kernels, plan.op_name)(
+            query, pages.keys, pages.values, pages.table, pages.starts, pages.ends, sinks, float(scaling),
+            float(softcap or 0.0), plan.precision, plan.blocks[2],
+        )  # fmt: skip
+    elif route.target == "kernel":
         out = _run_kernel(plan, query, key, value, attention_mask, sinks, scaling, softcap or 0.0, causal, compiling)
     else:
         if attention_mask is not None and attention_mask.dtype == torch.int32:
@@ -210,7 +227,10 @@ def tpu_attention(
             )
         else:
             out = fallback.sdpa(query, key, value, attention_mask, **common)
-    return out.transpose(1, 2).contiguous(), weights if output_attentions else None
+    out = out.transpose(1, 2)
+    if pages is not None:
+        out = out.transpose(0, 1)  # the requests are the one row's tokens again
+    return out.contiguous(), weights if output_attentions else None
 
 
 def _run_kernel(
@@ -353,6 +373,7 @@ def _make_plan(
     disabled: bool,
     precision: str,
     kernels: tuple[str, ...] | None,
+    paged: bool = False,
 ) -> _Plan:
     """Validate the facts of a call and route it. Pure, and traceable by Dynamo."""
     _check_devices(devices, None if mask_facts is None else mask_facts[2])
@@ -384,6 +405,7 @@ def _make_plan(
         selected_keys=selected,
         unknown=unknown,
         disabled=disabled,
+        paged=paged,
     )
     route = decide(request, installed_specs(kernels))
     if route.target != "kernel":

@@ -142,15 +142,42 @@ def backward_facing_torch(function: KernelFunction, *, interpret: bool) -> Calla
     return call
 
 
+def paged_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:
+    """The function on block tables behind its op's flat signature."""
+
+    def call(
+        q: jax.Array,
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        block_table: jax.Array,
+        starts: jax.Array,
+        ends: jax.Array,
+        sinks: jax.Array | None,
+        scale: float,
+        softcap: float,
+        precision: str,
+        vmem_bytes: int,
+    ) -> Any:
+        return function(
+            q, k_pages, v_pages, block_table, starts, ends, sinks,
+            scale=scale, softcap=softcap, precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
+        )  # fmt: skip
+
+    call.__annotations__ = _annotations(call, 1)
+    return call
+
+
 _ANNOTATIONS = {
     **dict.fromkeys(("q", "k", "v", "out", "lse", "grad_out"), jax.Array),
+    **dict.fromkeys(("k_pages", "v_pages", "block_table", "starts", "ends"), jax.Array),
     **dict.fromkeys(("mask", "sinks", "grad_lse"), jax.Array | None),
     **dict.fromkeys(("scale", "softcap"), float),
     **dict.fromkeys(("causal", "has_validity"), bool),
     "precision": str,
     **dict.fromkeys(("block_q", "block_kv", "vmem_bytes"), int),
 }
-_STATIC = ("scale", "softcap", "causal", "has_validity", "precision", "block_q", "block_kv", "vmem_bytes")
+STATIC = ("scale", "softcap", "causal", "has_validity", "precision", "block_q", "block_kv", "vmem_bytes")
+PAGED_STATIC = ("scale", "softcap", "precision", "vmem_bytes")
 
 
 def _annotations(call: Callable[..., Any], results: int) -> dict[str, Any]:
@@ -164,7 +191,7 @@ def _to_jax(tensor: torch.Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
-def emulated(call: Callable[..., Any], static: tuple[str, ...] = _STATIC) -> Callable[..., Any]:
+def emulated(call: Callable[..., Any], static: tuple[str, ...] = STATIC) -> Callable[..., Any]:
     """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static.
 
     static: names of its parameters that are no tensors.

@@ -30,6 +30,10 @@ _STATIC = (
 _SCHEMAS = {
     "forward": f"({_INPUTS}, {_STATIC}) -> Tensor",
     "decode": f"({_INPUTS}, {_STATIC}) -> Tensor",
+    "paged": (
+        "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor starts, Tensor ends, Tensor? sinks, "
+        "float scale, float softcap, str precision, int vmem_bytes) -> Tensor"
+    ),
     "forward_with_lse": f"({_INPUTS}, {_STATIC}) -> (Tensor, Tensor)",
     "backward": f"({_INPUTS}, {_GRADIENT_INPUTS}, {_STATIC}) -> (Tensor, Tensor, Tensor, Tensor)",
 }
@@ -46,6 +50,8 @@ def op_for(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
 
     Args of the op: q [B, Hq, Q, D], k [B, Hkv, KV, D], v [B, Hkv, KV, Dv], a range mask or None (then `causal` tells:
     query i sees keys 0..i, or every key), sinks [Hq] or None. Returns [B, Hq, Q, Dv], contiguous, in q's dtype.
+
+    paged takes keys and values in pages [pages, page, Hkv, D], block_table int32 [B, M], starts and ends int32 [B, Q].
 
     forward_with_lse returns the log of the softmax denominators beside it, float32 [B, Hq, Q]. backward also takes
     these two and their gradients (None for lse: zero), and returns the gradients of q, k, v and of sinks ([Hq];
@@ -134,7 +140,8 @@ def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    return bridge.emulated(_torch_facing(spec, function)(getattr(kernel.module, function), interpret=True))
+    facing = _torch_facing(spec, function)(getattr(kernel.module, function), interpret=True)
+    return bridge.emulated(facing, bridge.PAGED_STATIC if function == "paged" else bridge.STATIC)
 
 
 def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
@@ -150,6 +157,8 @@ def _torch_facing(spec: KernelSpec, function: str) -> Callable[..., Callable[...
 
     if function == "backward":
         return bridge.backward_facing_torch
+    if function == "paged":
+        return bridge.paged_facing_torch
     results = 2 if function == "forward_with_lse" else 1
     return functools.partial(bridge.facing_torch, results=results, ranges=spec.capabilities.takes_ranges)
 
@@ -174,6 +183,7 @@ def _fake_backward(
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "decode": _fake_forward,
+    "paged": _fake_forward,
     "forward_with_lse": _fake_forward_with_lse,
     "backward": _fake_backward,
 }

@@ -18,6 +18,7 @@ class AttentionRequest:
     mask: "none" every query sees every key; "causal" query i sees keys 0..i (top-left); "ranges" a range mask;
         "ranges+validity" one with key validity; "dense_bool"/"dense_float" a 4-D mask with an element for each pair.
     selected_keys: the model selects the keys of each query by index (sparse attention); the selection is in the mask.
+    paged: keys lie in pages found by a block table; kv_len is what the table can hold.
     unknown: names of keyword arguments this package does not know, sorted.
     """
 
@@ -42,6 +43,7 @@ class AttentionRequest:
     selected_keys: bool
     unknown: tuple[str, ...]
     disabled: bool
+    paged: bool = False
 
     @property
     def group_size(self) -> int:

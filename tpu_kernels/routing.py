@@ -108,10 +108,14 @@ def refusal(request: AttentionRequest, spec: KernelSpec) -> str | None:
 
 
 def pick_function(request: AttentionRequest, spec: KernelSpec) -> str:
-    """"forward_with_lse" when a gradient is needed; "decode" when the query rows of one KV group are few enough to be
-    packed; else "forward"."""
+    """"forward_with_lse" when a gradient is needed; "paged" for keys in pages; "decode" when the query rows of one KV group
+    are few enough to be packed; else "forward". Keys in pages are gathered for the others."""
     if request.needs_grad:
         return "forward_with_lse"
+    for function in spec.functions:
+        if function.name == "paged" and request.paged:
+            if not function.max_packed_rows or request.q_len * request.q_heads <= function.max_packed_rows:
+                return "paged"
     for function in spec.functions:
         if function.name == "decode" and request.q_len * request.group_size <= function.max_packed_rows:
             return "decode"

@@ -20,7 +20,7 @@ from typing import Any
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MASKS = ("none", "ranges", "ranges+validity")
 _DEVICES = ("tpu", "cpu")
-_FUNCTIONS = ("forward", "decode", "forward_with_lse", "backward")
+_FUNCTIONS = ("forward", "decode", "paged", "forward_with_lse", "backward")
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # kernel-builder's rule for kernel names, a Hub repository, and a full commit id.
 KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
@@ -81,7 +81,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class KernelFunction:
-    """One function of a kernel module. max_packed_rows bounds q_len * (q_heads // kv_heads); 0 is no bound."""
+    """One function of a kernel module. max_packed_rows bounds the rows held at once, q_len * (q_heads // kv_heads), in
+    "paged" q_len * q_heads; 0 is no bound.
+    """
 
     name: str
     max_packed_rows: int = 0

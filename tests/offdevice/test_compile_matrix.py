@@ -25,6 +25,7 @@ DTYPES = ("bfloat16", "float32")
 LENGTHS = {
     "forward": ((1024, 1024), (577, 577), (300, 1300)),
     "decode": ((1, 4096), (1, 1000), (3, 2048)),
+    "paged": ((1, 4096), (1, 1000), (3, 2048)),
     "forward_with_lse": ((4096, 4096), (577, 577), (300, 1300)),
     "backward": ((4096, 4096), (577, 577), (300, 1300)),
 }
@@ -77,6 +78,8 @@ class Cell:
             Array("int32", (self.batch, self.kv_len)) if self.validity else None,
             Array(self.dtype, (q_heads,)) if self.sinks else None,
         )
+        if self.function == "paged":
+            return self.paged_job(target, module, vmem_bytes)
         if self.function == "backward":
             out = Array(self.dtype, (self.batch, q_heads, self.q_len, self.v_head_dim))
             lse = Array("float32", (self.batch, q_heads, self.q_len))
@@ -90,6 +93,23 @@ class Cell:
             "vmem_bytes": vmem_bytes,
             "interpret": False,
         }
+        return FunctionJob(f"{module}:{self.function}", arguments, target, static)
+
+
+    def paged_job(self, target: str, module: Path, vmem_bytes: int) -> FunctionJob:
+        """The keys in pages of 64 tokens."""
+        q_heads, most = self.group * self.kv_heads, -(-self.kv_len // 64)
+        rows = Array("int32", (self.batch, self.q_len))
+        arguments = (
+            Array(self.dtype, (self.batch, q_heads, self.q_len, self.head_dim)),
+            *(Array(self.dtype, (self.batch * most, 64, self.kv_heads, dim)) for dim in (self.head_dim, self.v_head_dim)),
+            Array("int32", (self.batch, most)),
+            rows,
+            rows,
+            Array(self.dtype, (q_heads,)) if self.sinks else None,
+        )
+        static = {"scale": self.head_dim**-0.5, "softcap": self.softcap, "precision": self.precision}
+        static |= {"vmem_bytes": vmem_bytes, "interpret": False}
         return FunctionJob(f"{module}:{self.function}", arguments, target, static)
 
 
@@ -121,8 +141,8 @@ def cells(spec: dict) -> list[Cell]:
         for dtype, dims in itertools.product(DTYPES, HEAD_DIMS):
             if function == "forward_with_lse" and dims not in {(64, 64), (128, 128), (192, 128)}:
                 continue
-            swept = function == "decode" or (dtype == "bfloat16" and dims in {(64, 64), (128, 128)})
-            full = dtype == "float32" and (function == "decode" or dims in {(64, 64), (192, 128)})
+            swept = function in ("decode", "paged") or (dtype == "bfloat16" and dims in {(64, 64), (128, 128)})
+            full = dtype == "float32" and (function in ("decode", "paged") or dims in {(64, 64), (192, 128)})
             for group in GROUPS if swept else (next(turn),):
                 validity, sinks, softcap = next(features)
                 q_len, kv_len = next(lengths)

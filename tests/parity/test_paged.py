@@ -70,7 +70,7 @@ def decoding(dtype: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, v_dim
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("page", [8, 16, 64, 256])
+@pytest.mark.parametrize("page", [16, 64, *(pytest.param(each, marks=pytest.mark.slow) for each in (8, 256))])
 def test_requests_of_many_lengths(dtype: str, page: int) -> None:
     check(decoding(dtype), page)
 
@@ -161,7 +161,8 @@ def test_each_page_in_use_is_copied_once(page: int, monkeypatch: pytest.MonkeyPa
     print(f"page {page}: {in_use} pages in use, {len(copied)} copies of keys and values, {len(pages) // 2} pages a step")
 
 
-@pytest.mark.parametrize("page", [pytest.param(8, marks=pytest.mark.slow), 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [8, 16])
 def test_checking_interpreter(page: int) -> None:
     """Races, reads of memory that nobody wrote, blocks used before their copy is done."""
     call = decoding("f32", dim=16, starts=LENGTHS - 50)

@@ -158,8 +158,9 @@ def _held(table: jax.Array, first: jax.Array, used: jax.Array, n: int) -> jax.Ar
 
 
 def _kernel(
-    table_ref, first_ref, used_ref, held_ref, *refs, n: int, page: int, scale: float, softcap: float, precision: str, has_sinks: bool
-) -> None:
+    table_ref, first_ref, used_ref, held_ref, *refs,
+    n: int, page: int, scale: float, softcap: float, precision: str, has_sinks: bool,
+) -> None:  # fmt: skip
     it = iter(refs)
     q_ref, facts_ref, where_ref = (next(it) for _ in range(3))
     sink_ref = next(it) if has_sinks else None
