@@ -519,7 +519,10 @@ def scalar_operands(closed: Any, arguments: Sequence[Any]) -> dict[str, list[Any
 
     # One CPU program computes them all.
     found: dict[str, list[Any]] = {}
-    computed = jax.jit(scalars)(list(arguments))
+    kinds = [each.aval.dtype for each in closed.jaxpr.invars]  # numpy's files know no bfloat16
+    computed = jax.jit(scalars)(
+        [None if each is None else np.asarray(each).astype(kind) for each, kind in zip(arguments, kinds, strict=True)]
+    )
     for name, operands in zip(names, computed, strict=True):
         mine = [None if each is None else np.asarray(each) for each in operands]
         if not _same(found.setdefault(name, mine), mine):

@@ -30,3 +30,20 @@ def check_arguments(
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
     if precision not in ("default", "high", "highest"):
         raise ValueError(f'precision must be "default", "high" or "highest", got {precision!r}')
+
+
+def check_dense_arguments(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, bias: jax.Array | None,
+    sinks: jax.Array | None, softcap: float, precision: str,
+) -> None:  # fmt: skip
+    """`check_arguments` for a mask and a bias of pairs."""
+    rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2]) if q.ndim == 4 else (), jnp.int32)
+    check_arguments(q, k, v, rows, rows, None, sinks, softcap, precision)
+    wanted = (*q.shape[:3], k.shape[2])
+    for name, x, dtypes in (("mask", mask, (jnp.bool_,)), ("bias", bias, (jnp.float32, jnp.bfloat16))):
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            raise ValueError(f"{name} must be {' or '.join(jnp.dtype(each).name for each in dtypes)}, got {x.dtype}")
+        if x.ndim != 4 or any(have not in (1, want) for have, want in zip(x.shape, wanted, strict=True)):
+            raise ValueError(f"{name} must broadcast to {wanted}, got shape {x.shape}")

@@ -47,6 +47,25 @@ def choose_blocks(
     return blocks, int(0.95 * budget)
 
 
+def choose_dense_blocks(
+    rows: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, bias_itemsize: int,
+    block_q: int, block_kv: int, vmem_bytes: int,
+) -> tuple[Blocks, int]:  # fmt: skip
+    """`choose_blocks` for `forward_dense`, which reads a bit of a mask and maybe `bias_itemsize` bytes of a bias a pair."""
+    budget = vmem_bytes or DEFAULT_VMEM_BYTES
+    candidates = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
+    candidates += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
+    for rows_of_a_block, kv, tile in candidates:
+        block_rows = round_up(min(block_q or rows_of_a_block, rows), LANES)
+        blocks = Blocks(block_rows, *_fit(kv_len, block_kv, kv, tile))
+        need = vmem_need(blocks, head_dim, v_dim, itemsize) + 2 * block_rows * blocks.kv // 4
+        if bias_itemsize:
+            need += block_rows * (2 * bias_itemsize * blocks.kv + 8 * blocks.tile)
+        if need <= 0.75 * budget:
+            break
+    return blocks, int(0.95 * budget)
+
+
 def _fit(kv_len: int, block_kv: int, kv: int, tile: int) -> tuple[int, int]:
     """(keys a block, keys a tile) for a sequence of kv_len keys: no longer than it, and the tile divides the block."""
     kv = round_up(min(block_kv or kv, kv_len), LANES)
