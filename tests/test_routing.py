@@ -63,6 +63,15 @@ def test_decode_takes_calls_whose_packed_rows_fit():
     assert route(q_len=limit // 4 + 1).function == "forward"
 
 
+@pytest.mark.parametrize("mask", ["dense_bool", "dense_float"])
+@pytest.mark.parametrize("q_len", [1, 4096])
+def test_long_masks_of_pairs_take_their_own_function(mask, q_len):
+    (least,) = [function.min_kv_len for function in spec().functions if function.name == "forward_dense"]
+    for more in ({}, {"softcap": True, "sinks": True}, {"mask_batch": 1}, {"selected_keys": True}):
+        assert route(mask=mask, q_len=q_len, kv_len=least, **more).name == "range-attention.forward_dense"
+    assert route(mask=mask, q_len=q_len, kv_len=least - 1).target == "sdpa"
+
+
 @pytest.mark.parametrize("q_len", [1, 64])
 def test_a_call_that_needs_a_gradient_takes_the_function_that_keeps_the_lse(q_len):
     assert route(needs_grad=True, q_len=q_len).function == "forward_with_lse"
@@ -84,8 +93,10 @@ def test_a_call_that_needs_a_gradient_takes_the_function_that_keeps_the_lse(q_le
         ({"head_dim": 1024}, "sdpa", "head_dim"),
         ({"kv_batch": 1}, "sdpa", "batch_broadcast"),
         ({"kv_len": 0}, "sdpa", "empty"),
-        ({"selected_keys": True}, "sdpa", "selected_keys"),
-        ({"selected_keys": True, "sinks": True}, "eager", "selected_keys"),
+        ({"mask": "dense_bool", "kv_len": 4096, "position_bias": True}, "sdpa", "position_bias"),
+        ({"mask": "dense_bool", "kv_len": 4096, "needs_grad": True}, "sdpa", "dense_mask"),
+        ({"selected_keys": True, "mask": "dense_bool"}, "sdpa", "selected_keys"),
+        ({"selected_keys": True, "mask": "dense_bool", "sinks": True}, "eager", "selected_keys"),
         ({"output_attentions": True}, "eager", "output_attentions"),
         ({"unknown": ("wobble",)}, "sdpa", "unknown_kwarg"),
         ({"softcap": True, "dtype": torch.float16}, "eager", "dtype"),

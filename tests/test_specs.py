@@ -115,7 +115,7 @@ BAD = [
     ("revision a branch", replaced('hub = ""', 'hub = "a/b"\nrevision = "main"'), ["source.revision", "'main'", "40 or 64"]),
     ("source version negative", replaced('hub = ""', "version = -2"), ["source.version", "-2", "at least 0"]),
     ("source version a str", replaced('hub = ""', 'version = "v1"'), ["source.version", "'v1'", "int"]),
-    ("dense masks", replaced('"ranges"]', '"dense_bool"]'), ["capabilities.masks", "'dense_bool'", "none, ranges"]),
+    ("dense masks alone", replaced('"ranges"]', '"ranges", "dense_bool"]'), ["'dense_bool'", "[functions.forward_dense]"]),
     ("not without a mask", replaced('"none", ', ""), ["capabilities.masks", 'lacks "none"']),
     ("decode without ranges", replaced('"none", "ranges"', '"none"'), ["[functions.decode]", '"ranges"']),
     ("validity without ranges", replaced('"ranges"]', '"ranges+validity"]'), ["capabilities.masks", 'needs "ranges"']),

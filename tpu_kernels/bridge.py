@@ -92,6 +92,59 @@ def facing_torch(
     return call
 
 
+def dense_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:
+    """`forward_dense` behind its op's flat signature: the mask is a bool one, or a float one that is added to the scores."""
+
+    def call(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array | None,
+        sinks: jax.Array | None,
+        scale: float,
+        softcap: float,
+        causal: bool,
+        has_validity: bool,
+        precision: str,
+        block_q: int,
+        block_kv: int,
+        vmem_bytes: int,
+    ) -> Any:
+        assert mask is not None
+        seen, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, mask)
+        if bias is not None and bias.dtype not in (jnp.float32, jnp.bfloat16):
+            bias = bias.astype(jnp.float32)
+        return function(
+            q,
+            k,
+            v,
+            seen,
+            bias,
+            sinks,
+            scale=scale,
+            softcap=softcap,
+            block_q=block_q,
+            block_kv=block_kv,
+            precision=precision,
+            vmem_bytes=vmem_bytes,
+            interpret=interpret,
+        )
+
+    call.__annotations__ = _annotations(call, 1)
+    return call
+
+
+def facing(function: str, ranges: bool = True) -> Callable[..., Callable[..., Any]]:
+    """What puts the kernel function of this name behind its op's signature. ranges: see `facing_torch`."""
+    if function == "backward":
+        return backward_facing_torch
+    if function == "forward_dense":
+        return dense_facing_torch
+    if function == "paged":
+        return paged_facing_torch
+    return functools.partial(facing_torch, results=2 if function == "forward_with_lse" else 1, ranges=ranges)
+
+
 def backward_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:
     """The backward function behind its op's flat signature. Without sinks their gradient is zeros [Hq]: an op has no
     optional results."""

@@ -8,7 +8,6 @@ them, because torch_tpu's kernel cache does not know jax's precision setting.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ _SCHEMAS = {
         "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor starts, Tensor ends, Tensor? sinks, "
         "float scale, float softcap, str precision, int vmem_bytes) -> Tensor"
     ),
+    "forward_dense": f"({_INPUTS}, {_STATIC}) -> Tensor",
     "forward_with_lse": f"({_INPUTS}, {_STATIC}) -> (Tensor, Tensor)",
     "backward": f"({_INPUTS}, {_GRADIENT_INPUTS}, {_STATIC}) -> (Tensor, Tensor, Tensor, Tensor)",
 }
@@ -50,6 +50,7 @@ def op_for(spec: KernelSpec, function: str) -> torch._ops.OpOverload:
 
     Args of the op: q [B, Hq, Q, D], k [B, Hkv, KV, D], v [B, Hkv, KV, Dv], a range mask or None (then `causal` tells:
     query i sees keys 0..i, or every key), sinks [Hq] or None. Returns [B, Hq, Q, Dv], contiguous, in q's dtype.
+    forward_dense takes a bool or float mask that broadcasts to [B, Hq, Q, KV].
 
     paged takes keys and values in pages [pages, page, Hkv, D], block_table int32 [B, M], starts and ends int32 [B, Q].
 
@@ -140,7 +141,7 @@ def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    facing = _torch_facing(spec, function)(getattr(kernel.module, function), interpret=True)
+    facing = bridge.facing(function, spec.capabilities.takes_ranges)(getattr(kernel.module, function), interpret=True)
     return bridge.emulated(facing, bridge.PAGED_STATIC if function == "paged" else bridge.STATIC)
 
 
@@ -148,19 +149,9 @@ def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
     kernel = hub.load_kernel(spec)
     from . import bridge
 
-    facing = _torch_facing(spec, function)(getattr(kernel.module, function), interpret=False)
-    return bridge.on_tpu(facing, f"{NAMESPACE}_jax::{op_name(spec.name, function)}")
-
-
-def _torch_facing(spec: KernelSpec, function: str) -> Callable[..., Callable[..., Any]]:
-    from . import bridge
-
-    if function == "backward":
-        return bridge.backward_facing_torch
-    if function == "paged":
-        return bridge.paged_facing_torch
-    results = 2 if function == "forward_with_lse" else 1
-    return functools.partial(bridge.facing_torch, results=results, ranges=spec.capabilities.takes_ranges)
+    facing = bridge.facing(function, spec.capabilities.takes_ranges)
+    name = f"{NAMESPACE}_jax::{op_name(spec.name, function)}"
+    return bridge.on_tpu(facing(getattr(kernel.module, function), interpret=False), name)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
@@ -184,6 +175,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "decode": _fake_forward,
     "paged": _fake_forward,
+    "forward_dense": _fake_forward,
     "forward_with_lse": _fake_forward_with_lse,
     "backward": _fake_backward,
 }

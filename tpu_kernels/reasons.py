@@ -42,7 +42,8 @@ _ALL = (
     Reason("position_bias", "The model adds a position bias to the scores, which the kernel cannot add."),
     Reason(
         "dense_mask",
-        "The mask is not a row range, so each query-key pair is given by its own element.",
+        "The mask is not a row range: each query-key pair has its own element. With few keys SDPA is faster, and the kernel "
+        "gives no gradient then.",
         "Masks built by transformers' own builders become ranges; see explain() for the mask's own reason.",
     ),
     Reason(
@@ -53,7 +54,7 @@ _ALL = (
     Reason(
         "selected_keys",
         "The model selects the keys of each query by index (sparse attention), which is no row range; the selection was put "
-        "into the mask.",
+        "into the mask. With few keys SDPA is faster.",
     ),
     Reason("mask_batch", "The range mask has another batch size than the query."),
     Reason("head_dim", "The head dimension is not one that the kernel supports."),

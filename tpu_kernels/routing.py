@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 
 from .request import AttentionRequest
-from .specs import KernelSpec
+from .specs import KernelFunction, KernelSpec
 
+_DENSE = ("dense_bool", "dense_float")
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -59,8 +60,6 @@ def _refused_by_all(request: AttentionRequest) -> str | None:
         return "unknown_kwarg"
     if request.output_attentions:
         return "output_attentions"
-    if request.selected_keys:
-        return "selected_keys"
     if request.q_len == 0 or request.kv_len == 0 or request.batch == 0:
         return "empty"
     if request.batch != request.kv_batch:
@@ -82,9 +81,12 @@ def refusal(request: AttentionRequest, spec: KernelSpec) -> str | None:
     if request.position_bias and not can.position_bias:
         return "position_bias"
     mask = "none" if request.mask == "causal" else request.mask
-    if mask not in can.masks:
-        return "dense_mask" if mask in ("dense_bool", "dense_float") else "range_mask"
-    if request.mask_batch != 0 and request.mask_batch != request.batch:
+    if mask in _DENSE:
+        if mask not in can.masks or request.needs_grad or request.kv_len < _function(spec, "forward_dense").min_kv_len:
+            return "selected_keys" if request.selected_keys else "dense_mask"
+    elif mask not in can.masks:
+        return "range_mask"
+    elif request.mask_batch != 0 and request.mask_batch != request.batch:
         return "mask_batch"
     if request.head_dim > can.max_head_dim or request.v_head_dim > can.max_head_dim:
         return "head_dim"
@@ -107,9 +109,19 @@ def refusal(request: AttentionRequest, spec: KernelSpec) -> str | None:
     return None
 
 
+def _function(spec: KernelSpec, name: str) -> KernelFunction:
+    for function in spec.functions:
+        if function.name == name:
+            return function
+    raise LookupError(f"kernel {spec.name} has no function {name}")
+
+
 def pick_function(request: AttentionRequest, spec: KernelSpec) -> str:
-    """"forward_with_lse" when a gradient is needed; "paged" for keys in pages; "decode" when the query rows of one KV group
-    are few enough to be packed; else "forward". Keys in pages are gathered for the others."""
+    """"forward_dense" under a mask of pairs; "forward_with_lse" when a gradient is needed; "paged" for keys in pages;
+    "decode" when the query rows of one KV group are few enough to be packed; else "forward". Keys in pages are gathered for
+    the others."""
+    if request.mask in _DENSE:
+        return "forward_dense"
     if request.needs_grad:
         return "forward_with_lse"
     for function in spec.functions:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_MASKS = ("none", "ranges", "ranges+validity")
+_MASKS = ("none", "ranges", "ranges+validity", "dense_bool", "dense_float")
 _DEVICES = ("tpu", "cpu")
-_FUNCTIONS = ("forward", "decode", "paged", "forward_with_lse", "backward")
+_FUNCTIONS = ("forward", "decode", "paged", "forward_with_lse", "backward", "forward_dense")
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 # kernel-builder's rule for kernel names, a Hub repository, and a full commit id.
 KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
@@ -82,11 +82,12 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class KernelFunction:
     """One function of a kernel module. max_packed_rows bounds the rows held at once, q_len * (q_heads // kv_heads), in
-    "paged" q_len * q_heads; 0 is no bound.
+    "paged" q_len * q_heads; 0 is no bound. With fewer keys than min_kv_len the fallback is faster.
     """
 
     name: str
     max_packed_rows: int = 0
+    min_kv_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,9 @@ def read_spec(folder: Path, found_by: str = "") -> KernelSpec:
             raise SpecError(f'{path}: capabilities.masks has "ranges+validity" and needs "ranges" too.')
         if len(functions) > 1:
             raise SpecError(f'{path}: [functions.{functions[-1].name}] needs "ranges" in capabilities.masks.')
+    for mask in ("dense_bool", "dense_float"):
+        if mask in capabilities["masks"] and "forward_dense" not in (function.name for function in functions):
+            raise SpecError(f"{path}: {mask!r} in capabilities.masks needs [functions.forward_dense].")
     lacking = {"forward_with_lse", "backward"} - {function.name for function in functions}
     if capabilities["gradients"] and lacking:
         raise SpecError(f"{path}: capabilities.gradients = true needs [functions.{min(lacking)}].")
@@ -269,9 +273,11 @@ def _functions(path: Path, document: dict[str, Any]) -> tuple[KernelFunction, ..
     for name in functions:
         if name not in _FUNCTIONS:
             raise SpecError(f"{path}: [functions.{name}] is unknown; allowed: {', '.join(_FUNCTIONS)}.")
-        table = _table(path, functions, name, {"max_packed_rows": int}, required=False, parent="functions.")
+        bounds = ("max_packed_rows", "min_kv_len")
+        table = _table(path, functions, name, dict.fromkeys(bounds, int), required=False, parent="functions.")
         made.append(KernelFunction(name, **table))
-        _at_least(path, f"functions.{name}.max_packed_rows", made[-1].max_packed_rows, 0)
+        for bound in bounds:
+            _at_least(path, f"functions.{name}.{bound}", getattr(made[-1], bound), 0)
     return tuple(made)
 
 

@@ -28,6 +28,7 @@ LENGTHS = {
     "paged": ((1, 4096), (1, 1000), (3, 2048)),
     "forward_with_lse": ((4096, 4096), (577, 577), (300, 1300)),
     "backward": ((4096, 4096), (577, 577), (300, 1300)),
+    "forward_dense": ((2048, 2048), (577, 4000), (32, 4096), (1, 2100)),
 }
 # (key validity, sinks, softcap)
 FEATURES = (
@@ -69,13 +70,17 @@ class Cell:
     def job(self, target: str, module: Path, vmem_bytes: int) -> FunctionJob:
         q_heads = self.group * self.kv_heads
         rows = Array("int32", (self.batch, self.q_len))
+        masks: tuple[Array | None, ...] = (rows, rows, Array("int32", (self.batch, self.kv_len)) if self.validity else None)
+        if self.function == "forward_dense":  # in place of validity a bias, all heads' or each head's
+            heads = 1 if self.sinks else q_heads
+            masks = (None, Array(self.dtype, (1, heads, self.q_len, self.kv_len)))
+            if not self.validity:
+                masks = (Array("bool", (self.batch, 1, self.q_len, self.kv_len)), None)
         arguments = (
             Array(self.dtype, (self.batch, q_heads, self.q_len, self.head_dim)),
             Array(self.dtype, (self.batch, self.kv_heads, self.kv_len, self.head_dim)),
             Array(self.dtype, (self.batch, self.kv_heads, self.kv_len, self.v_head_dim)),
-            rows,
-            rows,
-            Array("int32", (self.batch, self.kv_len)) if self.validity else None,
+            *masks,
             Array(self.dtype, (q_heads,)) if self.sinks else None,
         )
         if self.function == "paged":
@@ -140,6 +145,8 @@ def cells(spec: dict) -> list[Cell]:
         lengths, turn = itertools.cycle(LENGTHS[function]), itertools.cycle(GROUPS)
         for dtype, dims in itertools.product(DTYPES, HEAD_DIMS):
             if function == "forward_with_lse" and dims not in {(64, 64), (128, 128), (192, 128)}:
+                continue
+            if function == "forward_dense" and dims not in {(64, 64), (128, 128), (192, 128), (512, 512)}:
                 continue
             swept = function in ("decode", "paged") or (dtype == "bfloat16" and dims in {(64, 64), (128, 128)})
             full = dtype == "float32" and (function in ("decode", "paged") or dims in {(64, 64), (192, 128)})

@@ -24,5 +24,5 @@ def call(
     """`function` of the installed kernel called `kernel`, on the arguments of its torch op (see `ops`)."""
     spec = next(each for each in load_specs() if each.name == kernel)
     module = hub.load_kernel(spec).module
-    facing = bridge.facing_torch(getattr(module, function), interpret=False, ranges=spec.capabilities.takes_ranges)
+    facing = bridge.facing(function, spec.capabilities.takes_ranges)(getattr(module, function), interpret=False)
     return facing(q, k, v, mask, sinks, **static)

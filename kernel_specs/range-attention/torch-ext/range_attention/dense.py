@@ -76,10 +76,10 @@ def forward_dense(
         return x.reshape(*x.shape[:3], q_rows, kv_len)
 
     operands = [q.reshape(batch, kv_heads, group, q_rows, head_dim), k, v]
-    every_tile_masked = bias is not None
+    bias_hides = bias is not None and bias.shape[1] > 1
     if bias is not None:
-        if bias.shape[1] == 1:
-            mask, every_tile_masked = _visible(bias, mask), False
+        if not bias_hides:
+            mask = _visible(bias, mask)
         bias = by_head(bias)
     words = None
     if mask is not None:
@@ -88,7 +88,7 @@ def forward_dense(
         any_seen = jnp.ones((1, 1, 1, q_blocks, kv_blocks * n), jnp.bool_)
         all_seen = jnp.arange(1, kv_blocks * n + 1) * tile <= kv_len if mask is None else ~any_seen
         all_seen = jnp.broadcast_to(all_seen, any_seen.shape)
-    if every_tile_masked:
+    if bias_hides:
         all_seen = jnp.zeros_like(all_seen)
     visits, fetches = _visits(any_seen, all_seen, n)
 
@@ -138,7 +138,7 @@ def forward_dense(
     kernel = functools.partial(
         _kernel, blocks=blocks, kv_len=kv_len, row_of=functools.partial(row_of, known), kv_blocks=kv_blocks,
         scale=scale, softcap=softcap, precision=precision,
-        has_words=words is not None, has_bias=bias is not None, has_sinks=sinks is not None,
+        has_words=words is not None, has_bias=bias is not None, bias_hides=bias_hides, has_sinks=sinks is not None,
     )  # fmt: skip
     pairs = batch * q_heads * q_len * kv_len
     out = pl.pallas_call(
@@ -245,7 +245,7 @@ def _visits(any_seen: jax.Array, all_seen: jax.Array, n: int) -> tuple[jax.Array
 
 def _kernel(
     *refs, blocks: Blocks, kv_len: int, kv_blocks: int, row_of: Any, scale: float, softcap: float, precision: str,
-    has_words: bool, has_bias: bool, has_sinks: bool,
+    has_words: bool, has_bias: bool, bias_hides: bool, has_sinks: bool,
 ) -> None:  # fmt: skip
     it = iter(refs)
     visits_ref, fetches_ref, q_ref, k_ref, v_ref = (next(it) for _ in range(5))
@@ -296,7 +296,11 @@ def _kernel(
         return softcap * s if softcap and has_bias else s
 
     def biased(s: jax.Array, t) -> jax.Array:
-        return s if bias_ref is None else s + bias_ref[0, 0, 0, :, keys(t)].astype(jnp.float32).T
+        if bias_ref is None:
+            return s
+        bias = bias_ref[0, 0, 0, :, keys(t)].astype(jnp.float32).T
+        # -inf plus a score that is NaN would show. Where the mask was made of the bias, it hides such keys.
+        return jnp.where(bias == -jnp.inf, -jnp.inf, s + bias) if bias_hides else s + bias
 
     def hide(s: jax.Array, t) -> jax.Array:
         if words_ref is not None:
