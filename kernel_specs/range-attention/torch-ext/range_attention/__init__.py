@@ -12,5 +12,6 @@ from .paged import paged
 from .torch_binding import flash_attn_forward, supports_flash_attn
 
 __all__ = [
-    "backward", "decode", "flash_attn_forward", "forward", "forward_dense", "forward_with_lse", "paged", "supports_flash_attn",
+    "backward", "decode", "flash_attn_forward", "forward", "forward_dense", "forward_with_lse", "paged",
+    "supports_flash_attn",
 ]  # fmt: skip
