@@ -331,6 +331,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.slow
 def test_no_other_model_of_this_release_computes_on_its_mask():
     scanned = 0
     unknown = {}
