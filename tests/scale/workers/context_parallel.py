@@ -58,6 +58,7 @@ def main() -> None:
                 (x - y[:, :, positions]).abs().max().item() for x, y in zip(made, wanted, strict=True)
             )
     errors["gradient of queries"] = gradient_error(q, k, v, own)
+    errors["gradients of keys and values"] = key_gradient_error(q, k, v, own)
     report({"errors": errors, "world": int(os.environ["WORLD_SIZE"])})
     dist.destroy_process_group()
 
@@ -72,6 +73,25 @@ def gradient_error(q, k, v, own) -> float:
     out, _ = ring(shard, k[:, :, own], v[:, :, own], positions[own], None, None)
     (made,) = torch.autograd.grad(out.square().sum(), shard)
     return (made - wanted[:, :, own]).abs().max().item()
+
+
+def key_gradient_error(q, k, v, own) -> float:
+    """Each rank has a part of the gradient of every shard it attended to; the parts' sum is the owner's gradient."""
+    positions = torch.arange(q.shape[2])
+    whole = [each.clone().requires_grad_() for each in (k, v)]
+    starts, ends = position_ranges(positions, 0, q.shape[2])
+    out, lse = attention_with_lse(q, *whole, starts=starts, ends=ends)
+    wanted = torch.autograd.grad(out.square().sum() + lse.sum(), whole)
+    shards = [torch.stack((k, v))[:, :, :, n * SHARD : (n + 1) * SHARD].clone() for n in range(dist.get_world_size())]
+    parts = []
+    for owner, shard in enumerate(shards):
+        starts, ends = position_ranges(positions[own], owner * SHARD, SHARD)
+        parts.append(attention_with_lse(q[:, :, own], *shard.requires_grad_(), starts=starts, ends=ends))
+    out, lse = merge_partials(*zip(*parts, strict=True))
+    made = torch.stack(torch.autograd.grad(out.square().sum() + lse.sum(), shards))
+    dist.all_reduce(made)
+    mine = made[dist.get_rank()]
+    return max((x - y[:, :, own]).abs().max().item() for x, y in zip(mine, wanted, strict=True))
 
 
 if __name__ == "__main__":
