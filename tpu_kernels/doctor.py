@@ -49,6 +49,7 @@ def examine(load_kernels: bool = True) -> list[Finding]:
     findings += _hub_gate(versions["transformers"], versions["kernels"])
     if versions["torch"] is not None:
         findings += _accelerator(versions["torch_tpu"])
+        findings += _placement()
     findings += _settings()
     if load_kernels and all(versions[name] is not None for name in ("torch", "kernels", "jax", "transformers")):
         findings += _masks()
@@ -118,6 +119,22 @@ def _accelerator(torch_tpu: Version | None) -> Iterator[Finding]:
         what = "none found" + (f"; torch's accelerator is {accelerator.type}" if accelerator is not None else "")
         yield Finding("note", "TPU", what, "Kernels are emulated on CPU: right, and slow. On a TPU VM, check that the "
                       "process may read /dev/accel* or /dev/vfio, and that no other process holds the chips.")  # fmt: skip
+
+
+def _placement() -> Iterator[Finding]:
+    """Models of this process that ask for a kernel and sit on CPU beside a TPU."""
+    from . import ledger, registration, tuning
+
+    names = set(registration.registered_names())
+    if not names or not tuning.attached_chip():
+        return
+    for model in ledger.live_models():
+        on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+        if on_cpu and ledger.uses(model, names):
+            yield Finding(
+                "problem", f"model {type(model).__name__}", "on CPU, where its kernels are emulated",
+                ledger.PLACE_ON_TPU[0].upper() + ledger.PLACE_ON_TPU[1:],
+            )  # fmt: skip
 
 
 def _settings() -> Iterator[Finding]:

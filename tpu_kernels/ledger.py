@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import hub
+from . import hub, tuning
 from .reasons import REASONS
 from .routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from .request import AttentionRequest
 
@@ -215,8 +215,20 @@ class Ledger:
             tuple(sorted(never)),
             tuple(f"kernel {name}: {kernel}" for name, kernel in hub.loaded_kernels()),
             tuple(sorted(self._shapes)),
-            (changing_shapes(self._shapes),) if len(self._shapes) > _MANY_SHAPES else (),
+            tuple(self._notes({row[4] for row in keys})),
         )
+
+    def _notes(self, devices: set[str]) -> Iterator[str]:
+        if len(self._shapes) > _MANY_SHAPES:
+            yield changing_shapes(self._shapes)
+        if "cpu" in devices and (chip := tuning.attached_chip()):
+            yield f"attention ran on CPU, emulated, though this host has a {chip}: {PLACE_ON_TPU}"
+
+
+PLACE_ON_TPU = (
+    'load the model with device_map="tpu" (device_map="auto" takes only devices that accelerate knows), or move it: '
+    'model.to("tpu").'
+)
 
 
 def changing_shapes(shapes: Iterable[Shape]) -> str:
