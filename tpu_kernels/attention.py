@@ -503,8 +503,8 @@ def _check_shapes(
         raise ValueError(f"query, key and value must be 4-D [B, H, S, D]; got {tuple(q)}, {tuple(k)}, {tuple(v)}.")
     if eight := [name for name, dtype in zip(("query", "key", "value"), dtypes, strict=True) if dtype.itemsize == 1]:
         raise ValueError(
-            f"{', '.join(eight)} came in 8 bits ({dtypes[0]}, {dtypes[1]}, {dtypes[2]}), and no scale comes with attention's "
-            "arguments to read them by. Keep such a cache as transformers' QuantizedCache(backend='fp8'), which hands over "
+            f"{', '.join(eight)} came in 8 bits ({dtypes[0]}, {dtypes[1]}, {dtypes[2]}), without a scale to read "
+            "them by. Keep such a cache as transformers' QuantizedCache(backend='fp8'), which hands over "
             "keys and values in the model's dtype, or cast them first."
         )
     if dtypes[0] != dtypes[1] or dtypes[0] != dtypes[2]:

@@ -1,7 +1,7 @@
 """transformers' TPU page, line by line: what this package does about each, and the kind of proof.
 
 No TPU is here. A proof says what it ran on: "CPU", kernels emulated; "fake TPU", tensors of device "tpu" without storage;
-"gloo", several processes on CPU; "compiled for v6e", by libtpu and not run; "pretended", a TPU host that only says it is one.
+"gloo", several processes on CPU; "compiled for v6e", by libtpu and not run; "pretended", a host that only says it has a TPU.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PAGE = {
         "compiled for v6e", "offdevice/test_sharded_layer.py", "test_the_one_collective_is_the_sum_after_o_proj"
     ),
     "tp_plan override, attention replicated": (
-        "gloo", "scale/test_tensor_parallel.py", "test_the_plan_replicates_attention_only_where_heads_do_not_divide"
+        "gloo", "scale/test_tensor_parallel.py", "test_equal_to_the_single_process"
     ),
     "limit: KV heads that do not divide": (
         "CPU", "scale/test_tensor_parallel.py", "test_loading_tells_of_heads_that_do_not_divide"
     ),
     "limit: tied embeddings with tp_size > 1": (
-        "gloo; pretended", "scale/test_tensor_parallel.py", "test_tied_embeddings_on_a_tpu_host_are_told"
+        "pretended", "scale/test_tensor_parallel.py", "test_tied_embeddings_on_a_tpu_host_are_told"
     ),
     "Hub kernels": ("CPU", "hub/test_stock_transformers.py", "test_from_the_hub"),
     "Hub kernels on device tpu": ("fake TPU", "hub/test_stock_transformers.py", "test_on_a_fake_tpu"),
@@ -151,7 +151,7 @@ def test_inputs_stay_on_cpu(monkeypatch):
 
 @contextlib.contextmanager
 def compiled_as_on_tpu(model):
-    """transformers' compilation of decoding with the settings it has for "tpu", by a backend that runs on CPU; the graphs."""
+    """transformers' compilation of decoding as it is on "tpu", by a backend that runs on CPU; and the graphs."""
     graphs = []
 
     def backend(graph, _inputs):
