@@ -20,10 +20,18 @@ def check_arguments(
         raise ValueError(f"shapes of q, k, v do not fit together: {q.shape}, {k.shape}, {v.shape}")
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
-    if starts.shape != (batch, q_len) or ends.shape != (batch, q_len):
-        raise ValueError(f"starts and ends must be {(batch, q_len)}, got {starts.shape} and {ends.shape}")
     if key_valid is not None and key_valid.shape != (batch, kv_len):
         raise ValueError(f"key_valid must be {(batch, kv_len)}, got {key_valid.shape}")
+    check_rows(q, starts, ends, sinks, softcap, precision)
+
+
+def check_rows(
+    q: jax.Array, starts: jax.Array, ends: jax.Array, sinks: jax.Array | None, softcap: float, precision: str
+) -> None:
+    """The same for what does not depend on how keys are laid out."""
+    batch, q_heads, q_len, _ = q.shape
+    if starts.shape != (batch, q_len) or ends.shape != (batch, q_len):
+        raise ValueError(f"starts and ends must be {(batch, q_len)}, got {starts.shape} and {ends.shape}")
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks must be {(q_heads,)}, got {sinks.shape}")
     if softcap < 0:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .arguments import check_rows
 from .arithmetic import LOG2E, LOWEST, column, dot, isolate, not_finite
 from .blocks import DEFAULT_VMEM_BYTES, LANES, round_up
 from .ranges import by_block
@@ -235,7 +236,7 @@ def _check(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap: float
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}")
-    batch, q_heads, q_len, head_dim = q.shape
+    batch, q_heads, _, head_dim = q.shape
     if q.dtype not in (jnp.float32, jnp.bfloat16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
         raise ValueError(
             f"q, k_pages, v_pages must all be float32 or all bfloat16, got {q.dtype}, {k_pages.dtype}, {v_pages.dtype}"
@@ -246,11 +247,4 @@ def _check(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap: float
         raise ValueError(f"{q_heads} query heads are not a multiple of {k_pages.shape[2]} KV heads")
     if block_table.ndim != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
         raise ValueError(f"block_table must be [{batch}, pages of a request], got {block_table.shape}")
-    if starts.shape != (batch, q_len) or ends.shape != (batch, q_len):
-        raise ValueError(f"starts and ends must be {(batch, q_len)}, got {starts.shape} and {ends.shape}")
-    if sinks is not None and sinks.shape != (q_heads,):
-        raise ValueError(f"sinks must be {(q_heads,)}, got {sinks.shape}")
-    if softcap < 0:
-        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
-    if precision not in ("default", "high", "highest"):
-        raise ValueError(f'precision must be "default", "high" or "highest", got {precision!r}')
+    check_rows(q, starts, ends, sinks, softcap, precision)
