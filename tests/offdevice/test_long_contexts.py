@@ -4,19 +4,40 @@ causal and the windowed call are one program."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from test_compile_matrix import Cell, kernels, vmem_budget
 
 from tpu_kernels.offdevice.aot import Array, FunctionJob, compile_all
+from tpu_kernels.offdevice.targets import TARGETS
 
 MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+SMEM_BYTES = 1 << 20  # of one core, on every generation here
 PLAIN = Path(__file__).with_name("plain_attention.py")
 LONG = Cell(
     "range-attention", "forward", "bfloat16", "default", 128, 128, 4, 1 << 17, 1 << 17, True, False, 0.0, kv_heads=2, batch=1
 )  # fmt: skip
 DECODE = dataclasses.replace(LONG, function="decode", q_len=1)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("target", TARGETS)
+def test_prefetched_scalars_of_128k_tokens_fit_scalar_memory(target, batch, monkeypatch):
+    """Four numbers a block of query rows and one a tile of keys, with the blocks that the generation's budget gives."""
+    monkeypatch.syspath_prepend(str(MODULE.parent))
+    blocks, ranges = (importlib.import_module(f"range_attention.{name}") for name in ("blocks", "ranges"))
+    chosen, _ = blocks.choose_blocks(LONG.q_len, LONG.kv_len, 128, 128, 2, 0, 0, vmem_budget(target))
+    rows, keys = (jax.ShapeDtypeStruct((batch, LONG.q_len), kind) for kind in (np.int32, np.bool_))
+    bounds = functools.partial(ranges.block_bounds, kv_len=LONG.kv_len, rows=chosen.rows, tile=chosen.tile)
+    made = jax.eval_shape(bounds, rows, rows, keys)
+    size = sum(4 * each.size for each in made)
+    assert all(each.dtype == np.int32 for each in made)
+    assert size <= SMEM_BYTES / 4, f"{size} bytes"
 
 
 @pytest.mark.slow
