@@ -70,7 +70,8 @@ def errors(call: Call) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    lines = [*HEADER.splitlines(), "", "| call | dtype | " + " | ".join(GRADIENTS) + " |", "|---|---|" + "---|" * len(GRADIENTS)]
+    names = " | ".join(GRADIENTS)
+    lines = [*HEADER.splitlines(), "", f"| call | dtype | {names} |", "|---|---|" + "---|" * len(GRADIENTS)]
     worst = 0.0
     for dtype in ("f32", "bf16"):
         for name, call in calls(dtype).items():
