@@ -52,9 +52,9 @@ def test_128k_tokens(target, capsys):
         for cell, result in zip(cells, results, strict=True):
             print(f"{cell} batch {cell.batch}, compiled for {target}: {result.temp_bytes / 1024:.0f} KiB {result.error}")
             assert result.ok, (cell, result.error)
-            # Two int32 a query row and one a key, laid out by blocks, and what is known of blocks. Where XLA parks them in
-            # VMEM they are not counted.
-            assert result.temp_bytes <= cell.batch * (8 * cell.q_len + 4 * cell.kv_len) + 2**17, cell
+            # Two int32 a query row and one a key, laid out by blocks, and a sixteenth for what is known of blocks. Where XLA
+            # parks them in VMEM they are not counted.
+            assert result.temp_bytes <= cell.batch * (8 * cell.q_len + 4 * cell.kv_len) * 17 // 16, cell
 
 
 @pytest.mark.slow
