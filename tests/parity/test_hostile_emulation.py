@@ -59,6 +59,20 @@ def test_checking_interpreter(case: str, extras: bool) -> None:
         torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("way", "width", "length", "options"), [
+    ("triangles", 0, 600, {}),
+    ("bands", 128, 600, {}),
+    ("steps of several blocks of rows", 300, 1100, dict(block_q=128, block_kv=512)),
+])  # fmt: skip
+def test_ways_of_forward(way: str, width: int, length: int, options: dict[str, int]) -> None:
+    """Which way such a call takes is shown in test_forward_ways; here two heads share what is known of a key block."""
+    ends = np.arange(1, length + 1)[None]
+    call = make_call(3, "bf16", 1, 4, 2, length, length, 64, starts=np.maximum(ends - (width or length), 0), ends=ends)
+    plain = check(call, **options)
+    for seed in SEEDS:
+        assert torch.equal(check(call, interpret=hostile(seed), **options), plain)
+
+
 def test_query_blocks_that_share_key_blocks() -> None:
     """What is known of a key block is kept for the next query block: windows that move, a block without keys, one NaN."""
     rng = np.random.default_rng(5)

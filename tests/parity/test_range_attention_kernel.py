@@ -475,7 +475,7 @@ def test_chosen_blocks(vmem: int) -> None:
         blocks, limit = block_sizes.choose_blocks(q_len, kv_len, dim, dim, itemsize, 0, 0, vmem * 2**20)
         assert blocks.kv % blocks.tile == 0 and blocks.tile % block_sizes.LANES == 0
         assert blocks.rows % (32 // itemsize) == 0
-        assert block_sizes.vmem_need(blocks, dim, dim, itemsize) <= limit <= vmem * 2**20
+        assert block_sizes.vmem_need(blocks, kv_len, dim, dim, itemsize) <= limit <= vmem * 2**20
         if min(q_len, kv_len) >= 4096 and dim == 64 and itemsize == 2:
             assert blocks.rows >= 512 and blocks.kv >= 512  # 128-blocks are many times slower
 

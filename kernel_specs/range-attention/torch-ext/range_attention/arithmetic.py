@@ -14,7 +14,14 @@ LOG2E = math.log2(math.e)
 # The running maximum starts at the lowest finite float32 and hidden scores are -inf: their difference is -inf, its
 # exponential exactly 0, and a row that has seen no key yet needs no special case.
 LOWEST = float(jnp.finfo(jnp.float32).min)
-NO_KEY = 2**31 - 1  # position of a key that nobody may see: past every end
+
+
+def score_units(scale: float, softcap: float) -> tuple[float, float]:
+    """(inner, unit) for scores kept as they come from the product, or with softcap as tanh(product * inner).
+
+    A difference of kept scores x unit is a power of two.
+    """
+    return (scale / softcap, softcap * LOG2E) if softcap else (1.0, scale * LOG2E)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: str) -> jax.Array:
@@ -50,16 +57,23 @@ def isolate(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 def not_finite(x: jax.Array) -> jax.Array:
     """int32 [8, columns] that is 0 where x [rows, columns], float32 or bfloat16, is finite in all rows: integer arithmetic.
 
-    Adding one to an exponent of all ones carries into the sign's place, which was cleared before.
+    rows: a multiple of 8, 16 at least. Adding one to an exponent of all ones carries into the sign's place, which was
+    cleared before.
     """
     # Two bfloat16 lie in each 32 bits.
     exponent, one = (0x7F800000, 0x00800000) if x.dtype == jnp.float32 else (0x7F807F80, 0x00800080)
     sign = -0x80000000 if x.dtype == jnp.float32 else 0x80008000 - 2**32
     carried = jnp.bitwise_and(pltpu.bitcast(x, jnp.int32), exponent) + one
-    carried = functools.reduce(jnp.bitwise_or, [carried[r : r + 8] for r in range(0, carried.shape[0], 8)])
-    return jnp.bitwise_and(carried, sign)
+    rows = carried.shape[0]
+    parts = [carried[min(r, rows - 8) : min(r, rows - 8) + 8] for r in range(0, rows, 8)]  # the last may overlap
+    return jnp.bitwise_and(functools.reduce(jnp.bitwise_or, parts), sign)
 
 
 def column(row: jax.Array, rows: int) -> jax.Array:
     """[1, lanes] -> [rows, LANES]: entry r of the row, in every lane of row r."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:rows]
+
+
+def flip(x: jax.Array) -> jax.Array:
+    """x transposed; by way of float32, which every generation can transpose."""
+    return x.astype(jnp.float32).T.astype(x.dtype)

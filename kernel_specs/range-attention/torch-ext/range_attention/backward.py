@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
-from .arithmetic import NO_KEY, column, dot
+from .arithmetic import column, dot
 from .blocks import LANES, Blocks, choose_backward_blocks
-from .ranges import NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
+from .ranges import NO_KEY, NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
 
 
 def backward(

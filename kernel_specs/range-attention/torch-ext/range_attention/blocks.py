@@ -7,23 +7,42 @@ DEFAULT_VMEM_BYTES = 16 * 2**20  # v4, the smallest per-core VMEM of the support
 
 
 class Blocks(NamedTuple):
-    """rows: query rows a block; kv: keys copied to VMEM a step; tile: keys in one softmax update (divides kv)."""
+    """rows: query rows a block; kv: keys copied to VMEM a step; tile: keys in one softmax update (divides kv).
+
+    subs: blocks of query rows that one step works on (only `forward` has more than one).
+    """
 
     rows: int
     kv: int
     tile: int
+    subs: int = 1
 
 
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
+def share(x: int, most: int, multiple: int) -> int:
+    """x in as few equal parts as parts of at most `most` allow: the size of one, rounded up."""
+    return round_up(-(-x // -(-x // most)), multiple)
+
+
+def length_last(length: int, dim: int) -> bool:
+    """Whether a TPU keeps an array [.., length, dim] with the length last in memory, which pads it less.
+
+    The kernels then read it so: read the other way, it would first be copied into twice its size for a dim of 64.
+    """
+    if dim % LANES == 0 or dim % 8 or dim < 16:
+        return False
+    return round_up(length, LANES) * dim < round_up(length, 8) * round_up(dim, LANES)
+
+
+def vmem_need(blocks: Blocks, kv_len: int, head_dim: int, v_dim: int, itemsize: int) -> int:
     """Bytes of VMEM that one call of `forward` is expected to use, register spills included (an upper estimate)."""
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
-    rows, kv, tile = blocks
-    copied = 2 * itemsize * (kv + rows) * (d + dv)  # the pipeline holds two of every block
-    carried = 4 * rows * (dv + 3 * 8)  # accumulator, running maximum, sums, ranges
+    rows, kv, tile, subs = blocks
+    copied = 2 * itemsize * (kv + subs * rows) * (d + dv)  # the pipeline holds two of every block
+    carried = 4 * rows * (dv + 3 * 8) * (subs if kv < kv_len else 1)  # accumulator, running maximum, sums, ranges
     scores = 4 * rows * (4 * tile + 2 * dv)  # two tiles' scores, as much again of weights and spills, products
     return copied + carried + scores + 4 * 4 * tile * LANES  # validity, spread over the lanes
 
@@ -37,12 +56,15 @@ def choose_blocks(
     even if the compiler may refuse it for lack of VMEM.
     """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
-    candidates = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
-    candidates += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
-    for rows, kv, tile in candidates:
-        rows = round_up(min(block_q or rows, q_len), LANES)
-        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
-        if vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
+    sizes = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
+    sizes += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
+    # Several blocks of rows in one step matter more than many keys in it.
+    candidates = [(*size, subs) for least in (4, 1) for size in sizes for subs in (8, 4, 2, 1) if subs >= least]
+    for rows, kv, tile, subs in candidates:
+        rows = share(q_len, block_q or rows, LANES)
+        q_blocks = -(-q_len // rows)
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile), share(q_blocks, subs, 1))
+        if vmem_need(blocks, kv_len, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)
 
@@ -68,18 +90,21 @@ def choose_dense_blocks(
 
 def _fit(kv_len: int, block_kv: int, kv: int, tile: int) -> tuple[int, int]:
     """(keys a block, keys a tile) for a sequence of kv_len keys: no longer than it, and the tile divides the block."""
-    kv = round_up(min(block_kv or kv, kv_len), LANES)
-    if kv > tile and not block_kv:
-        kv = round_up(kv, tile)
-    while kv % tile:
-        tile -= LANES
-    return kv, min(tile, kv)
+    if block_kv:
+        kv = round_up(min(block_kv, kv_len), LANES)
+        while kv % tile:
+            tile -= LANES
+        return kv, tile
+    if kv_len <= kv:
+        tile = share(kv_len, tile, LANES)
+        return round_up(kv_len, tile), tile
+    return kv, tile
 
 
 def decode_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
     """`vmem_need` for `decode`, in which rows lie along the sublanes."""
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
-    rows, kv, tile = blocks
+    rows, kv, tile, _ = blocks
     copied = 2 * itemsize * (kv + rows) * (d + dv)
     carried = 4 * rows * (dv + 4 * LANES)
     return copied + carried + 4 * rows * (3 * tile + 2 * dv)
@@ -91,7 +116,7 @@ def choose_decode_blocks(
     """`choose_blocks` for `decode`, which takes all `rows` in one block."""
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
     rows = round_up(rows, 32 // itemsize)  # rows of one hardware tile: 8 for float32, 16 for bfloat16
-    for kv, tile in ((2048, 512), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)):
+    for kv, tile in ((2048, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)):
         blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
         if decode_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
@@ -101,7 +126,7 @@ def choose_decode_blocks(
 def backward_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
     """Bytes of VMEM that the hungrier of the two backward kernels is expected to use (an upper estimate)."""
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
-    rows, kv, tile = blocks
+    rows, kv, tile, _ = blocks
     copied = 2 * itemsize * (rows + kv) * (d + dv)
     work = 4 * 6 * rows * tile  # scores, do v, weights, the scores' gradient, and both as operands
     clean = 4 * (rows + tile) * (d + dv)

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
-from .arithmetic import LOG2E, LOWEST, NO_KEY, column, dot, isolate
-from .blocks import LANES, Blocks, choose_decode_blocks, round_up
-from .ranges import NONE_VALID, block_bounds, by_block, clamp_ranges
+from .arithmetic import LOG2E, LOWEST, column, dot, flip, isolate, score_units
+from .blocks import LANES, Blocks, choose_decode_blocks, length_last, round_up
+from .ranges import NO_KEY, NONE_VALID, block_bounds, by_block, clamp_ranges
 
 
 def decode(
@@ -66,11 +66,19 @@ def decode(
         # Steps past this batch element's last key block name the same block again: nothing is copied.
         return b, h, jnp.maximum(jnp.minimum(first + j, last), 0), 0
 
-    operands = [q, k, v, ranges]
+    # Keys and values are read as they lie in memory.
+    k_last, v_last = length_last(kv_len, head_dim), length_last(kv_len, v_dim)
+
+    def along_keys(width: int, last: bool) -> pl.BlockSpec:
+        if not last:
+            return pl.BlockSpec((1, 1, blocks.kv, width), kv_index)
+        return pl.BlockSpec((1, 1, width, blocks.kv), lambda *index: tuple(kv_index(*index)[d] for d in (0, 1, 3, 2)))
+
+    operands = [q, *(jnp.swapaxes(x, 2, 3) if last else x for x, last in ((k, k_last), (v, v_last))), ranges]
     in_specs = [
         pl.BlockSpec((1, 1, rows, head_dim), lambda b, h, j, *_: (b, h, 0, 0)),
-        pl.BlockSpec((1, 1, blocks.kv, head_dim), kv_index),
-        pl.BlockSpec((1, 1, blocks.kv, v_dim), kv_index),
+        along_keys(head_dim, k_last),
+        along_keys(v_dim, v_last),
         pl.BlockSpec((1, 2, lanes), lambda b, h, j, *_: (b, 0, 0)),
     ]
     if key_valid is not None:
@@ -86,8 +94,8 @@ def decode(
     if kv_blocks > 1:
         steps = jnp.maximum(((bounds.hi + n - 1) // n - bounds.lo // n).max(), 1)
     kernel = functools.partial(
-        _kernel, blocks=blocks, tiles=-(-kv_len // blocks.tile), scale=scale, softcap=softcap, precision=precision,
-        has_valid=key_valid is not None, has_sinks=sinks is not None,
+        _kernel, blocks=blocks, tiles=-(-kv_len // blocks.tile), k_last=k_last, v_last=v_last,
+        scale=scale, softcap=softcap, precision=precision, has_valid=key_valid is not None, has_sinks=sinks is not None,
     )  # fmt: skip
     pairs = batch * q_heads * q_len * kv_len
     out = pl.pallas_call(
@@ -128,8 +136,8 @@ def over_lanes(x: jax.Array, width: int) -> jax.Array:
 
 
 def _kernel(
-    *refs, blocks: Blocks, tiles: int, scale: float, softcap: float, precision: str,
-    has_valid: bool, has_sinks: bool,
+    *refs, blocks: Blocks, tiles: int, k_last: bool, v_last: bool,
+    scale: float, softcap: float, precision: str, has_valid: bool, has_sinks: bool,
 ) -> None:  # fmt: skip
     it = iter(refs)
     lo_ref, hi_ref, full_lo_ref, full_hi_ref = (next(it) for _ in range(4))
@@ -141,13 +149,10 @@ def _kernel(
     m_ref, l_ref, acc_ref, start_ref, end_ref = it
 
     rows = blocks.rows
-    v_dim = v_ref.shape[-1]
+    v_dim = o_ref.shape[-1]
     tile, n = blocks.tile, blocks.kv // blocks.tile
     chunks = range(0, tile, LANES)
-    if softcap:  # scores are kept as tanh values; `unit` turns a difference of kept scores into a power of two
-        inner, unit = scale / softcap, softcap * LOG2E
-    else:
-        inner, unit = 1.0, scale * LOG2E
+    inner, unit = score_units(scale, softcap)
 
     b, j = pl.program_id(0), pl.program_id(2)
     lo, hi, full_lo, full_hi = lo_ref[b], hi_ref[b], full_lo_ref[b], full_hi_ref[b]
@@ -171,11 +176,17 @@ def _kernel(
             m_ref[...] = m
             l_ref[...] = jnp.where(lane == 0, jnp.exp2((sink - m) * unit), 0.0)
 
-    def scores(t, k) -> jax.Array:
-        s = dot(q_ref[0, 0], k, (1, 1), precision)
+    def keys(t) -> jax.Array:
+        return k_ref[0, 0, :, tile_slice(t)] if k_last else k_ref[0, 0, tile_slice(t), :]
+
+    def values(t) -> jax.Array:
+        return v_ref[0, 0, :, tile_slice(t)] if v_last else v_ref[0, 0, tile_slice(t), :]
+
+    def scores(k: jax.Array, last: bool) -> jax.Array:
+        s = dot(q_ref[0, 0], k, (1, 0 if last else 1), precision)
         return jnp.tanh(s * inner) if softcap else s
 
-    def update(s: list[jax.Array], v: jax.Array) -> None:
+    def update(s: list[jax.Array], v: jax.Array, last: bool) -> None:
         """One step of the online softmax. s: the scores of one tile in chunks of LANES keys, hidden ones -inf."""
         m_old = m_ref[...]
         top = functools.reduce(jnp.maximum, s)
@@ -185,17 +196,17 @@ def _kernel(
         m_ref[...] = m_new
         l_ref[...] = alpha * l_ref[...] + functools.reduce(jnp.add, p)
         weights = jnp.concatenate([x.astype(v.dtype) for x in p], axis=1)
-        acc_ref[...] = acc_ref[...] * over_lanes(alpha, v_dim) + dot(weights, v, (1, 0), precision)
+        acc_ref[...] = acc_ref[...] * over_lanes(alpha, v_dim) + dot(weights, v, (1, 1 if last else 0), precision)
 
     def tile_slice(t) -> pl.Slice:
         return pl.ds(t * tile if isinstance(t, int) else pl.multiple_of(t * tile, tile), tile)
 
     def full_tile(t, s: jax.Array) -> None:
-        update([s[:, c : c + LANES] for c in chunks], v_ref[0, 0, tile_slice(t), :])
+        update([s[:, c : c + LANES] for c in chunks], values(t), v_last)
 
     def masked_tile(t) -> None:
-        k, v = isolate(k_ref[0, 0, tile_slice(t), :], v_ref[0, 0, tile_slice(t), :])
-        s = scores(t, k)
+        k, v = isolate(flip(keys(t)) if k_last else keys(t), flip(values(t)) if v_last else values(t))
+        s = scores(k, last=False)
         start, end = start_ref[...], end_ref[...]
         shown = []
         for c in chunks:
@@ -204,7 +215,7 @@ def _kernel(
                 position = jnp.where(valid_ref[0, t, :, c : c + LANES] != 0, position, NO_KEY)
             seen = jnp.logical_and(position >= start, position < end)
             shown.append(jnp.where(seen, s[:, c : c + LANES], -jnp.inf))
-        update(shown, v)
+        update(shown, v, last=False)
 
     def state(t):
         return 1 if state_ref is None else state_ref[b * tiles + base + t]
@@ -222,10 +233,10 @@ def _kernel(
 
     @pl.when(all_full)
     def _():
-        s = scores(0, k_ref[0, 0, tile_slice(0), :])
+        s = scores(keys(0), k_last)
         for t in range(n):
             # The next product is issued before this softmax, so that matrix and vector units work side by side.
-            following = scores(t + 1, k_ref[0, 0, tile_slice(t + 1), :]) if t + 1 < n else s
+            following = scores(keys(t + 1), k_last) if t + 1 < n else s
             full_tile(t, s)
             s = following
 
@@ -236,7 +247,7 @@ def _kernel(
 
             @pl.when(full)
             def _():
-                full_tile(t, scores(t, k_ref[0, 0, tile_slice(t), :]))
+                full_tile(t, scores(keys(t), k_last))
 
             @pl.when(jnp.logical_and(jnp.logical_not(full), state(t) != NONE_VALID))
             def _():

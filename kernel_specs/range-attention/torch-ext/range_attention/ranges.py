@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .blocks import LANES
+
+NO_KEY = 2**31 - 1  # position of a key that nobody may see: past every end
+BAND = 256  # keys that a group of LANES rows reads when it sees no more: a window of 128 takes that many
 # What `tile_state` says about the validity of one tile of keys, beside numbers above 0.
 NONE_VALID, SOME_VALID = -1, 0
 
@@ -107,3 +111,43 @@ def query_bounds(bounds: BlockBounds, batch: int, kv_blocks: int, tiles_per_bloc
     first = jnp.where(sees, index, lo.shape[2]).min(-1)
     last = jnp.where(sees, index + 1, 0).max(-1)
     return jnp.where(last > 0, first, 0).reshape(-1), last.reshape(-1)
+
+
+def step_bounds(bounds: BlockBounds, steps: int, tiles_per_block: int) -> tuple[jax.Array, jax.Array]:
+    """First key block, and one past the last, of `steps` equal parts of the query blocks: int32 [steps]; 0, 0: none."""
+    lo, hi = bounds.lo.reshape(steps, -1), bounds.hi.reshape(steps, -1)
+    end = (-(-hi // tiles_per_block)).max(-1)
+    first = jnp.where(lo < hi, lo // tiles_per_block, end[:, None]).min(-1)
+    return first, end
+
+
+def triangular(starts: jax.Array, ends: jax.Array, bounds: BlockBounds, tile: int) -> jax.Array:
+    """int32 [B * blocks]: 1 where nobody sees the upper half of a block's last tile, and all see the lower half.
+
+    That is, the tile, of as many keys as a block has rows, lies past every start, and row group c (of LANES rows)
+    ends in its c-th part of LANES keys. Rows that see nothing do not count.
+    """
+    live = (starts < ends).reshape(-1, tile // LANES, LANES)
+    last = ((bounds.hi - 1) * tile)[:, None]
+    part = last + LANES * jnp.arange(tile // LANES, dtype=jnp.int32)
+    start = jnp.where(live, starts.reshape(live.shape), 0).max(-1)
+    low = jnp.where(live, ends.reshape(live.shape), NO_KEY).min(-1)
+    high = jnp.where(live, ends.reshape(live.shape), 0).max(-1)
+    return ((start <= last) & (low >= part) & (high <= part + LANES)).all(-1).astype(jnp.int32)
+
+
+def bands(starts: jax.Array, ends: jax.Array, bounds: BlockBounds, rows: int, tile: int, kv: int) -> jax.Array:
+    """int32 [B * blocks * groups]: where the BAND keys begin that a group of LANES rows reads, in units of LANES keys.
+
+    Counted from the first key of the key block (of `kv` keys, more than BAND). A block of rows is a band when all its
+    keys lie in one key block and each group sees none outside its BAND consecutive ones; a block that is no band, or
+    whose tiles are as short, has -1 everywhere.
+    """
+    live = (starts < ends).reshape(-1, rows // LANES, LANES)
+    first = jnp.where(live, starts.reshape(live.shape), NO_KEY).min(-1)
+    last = jnp.where(live, ends.reshape(live.shape), 0).max(-1)
+    origin = (bounds.lo * tile // kv * kv)[:, None]
+    at = jnp.minimum((first - origin) // LANES * LANES, kv - BAND)
+    fits = (last == 0) | ((at >= 0) & (last - origin <= at + BAND))
+    band = fits.all(-1) & (bounds.hi * tile <= origin[:, 0] + kv) & ((bounds.hi - bounds.lo) * tile > BAND)
+    return jnp.where(band[:, None], jnp.where(last == 0, 0, at // LANES), -1).reshape(-1).astype(jnp.int32)
