@@ -1,8 +1,9 @@
 """The self-check: it passes here, and it fails when the kernel is wrong."""
 
-from __future__ import annotations
+from __future__ import sys
 
 import json
+import runpy
 
 import pytest
 import torch
@@ -102,3 +103,12 @@ def test_a_report_that_cannot_be_written_is_refused_first(tmp_path):
     html = str(tmp_path / "nowhere" / "report.html")
     result = CliRunner().invoke(cli.app, ["verify", "--html", html], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "is not a folder" in result.output
+
+
+def test_the_module_takes_what_the_command_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr("tpu_kernels.cli.app", calls.append)
+    monkeypatch.setattr(sys, "argv", ["verify", "--json", "report.json"])
+    monkeypatch.delitem(sys.modules, "tpu_kernels.verify")
+    runpy.run_module("tpu_kernels.verify", run_name="__main__")
+    assert calls == [["verify", "--json", "report.json"]]

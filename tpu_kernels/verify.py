@@ -21,6 +21,7 @@ import io
 import json
 import math
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -540,4 +541,4 @@ def write_html(report: Report, path: Path, table_html: str) -> None:
 if __name__ == "__main__":
     from .cli import app
 
-    app(["verify"])
+    app(["verify", *sys.argv[1:]])

@@ -80,7 +80,7 @@ def choose_dense_blocks(
     for rows_of_a_block, kv, tile in candidates:
         block_rows = round_up(min(block_q or rows_of_a_block, rows), LANES)
         blocks = Blocks(block_rows, *_fit(kv_len, block_kv, kv, tile))
-        need = vmem_need(blocks, head_dim, v_dim, itemsize) + 2 * block_rows * blocks.kv // 4
+        need = vmem_need(blocks, kv_len, head_dim, v_dim, itemsize) + 2 * block_rows * blocks.kv // 4
         if bias_itemsize:
             need += block_rows * (2 * bias_itemsize * blocks.kv + 8 * blocks.tile)
         if need <= 0.75 * budget:
