@@ -1,9 +1,10 @@
 """The self-check: it passes here, and it fails when the kernel is wrong."""
 
-from __future__ import sys
+from __future__ import annotations
 
 import json
 import runpy
+import sys
 
 import pytest
 import torch
