@@ -43,12 +43,36 @@ def read_mask(
     return starts, ends, bits.reshape(batch, -1)[:, :kv_len]
 
 
+def _read_ranges(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, causal: bool, has_validity: bool
+) -> tuple[tuple[jax.Array | None, ...], dict[str, Any]]:
+    """A range mask as starts, ends and validity."""
+    return read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity), {}
+
+
+def _read_causal(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, causal: bool, has_validity: bool
+) -> tuple[tuple[jax.Array | None, ...], dict[str, Any]]:
+    """No ranges: the function is told `causal` instead."""
+    return (None, None, None), {"causal": causal}
+
+
+def _read_pairs(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, causal: bool, has_validity: bool
+) -> tuple[tuple[jax.Array | None, ...], dict[str, Any]]:
+    """A mask with an element for each pair: a bool one, or a float one that is added to the scores."""
+    assert mask is not None
+    if mask.dtype == jnp.bool_:
+        return (mask, None), {}
+    return (None, mask if mask.dtype in (jnp.float32, jnp.bfloat16) else mask.astype(jnp.float32)), {}
+
+
 def facing_torch(
-    function: KernelFunction, *, interpret: bool, results: int = 1, ranges: bool = True
+    function: KernelFunction, *, interpret: bool, results: int = 1, read: Callable[..., Any] = _read_ranges
 ) -> Callable[..., Any]:
     """A forward function behind its op's flat signature: tensors first, then statics (torch_tpu's jax_op rules).
 
-    ranges: whether the function takes row ranges; one that does not is told `causal` instead.
+    read: makes of the op's mask what the function takes in its place, and further keyword arguments.
     """
 
     def call(
@@ -66,17 +90,12 @@ def facing_torch(
         block_kv: int,
         vmem_bytes: int,
     ) -> Any:
-        starts, ends, key_valid, more = None, None, None, {"causal": causal}
-        if ranges:
-            starts, ends, key_valid = read_mask(mask, q.shape[0], q.shape[2], k.shape[2], causal, has_validity)
-            more = {}
+        seen, more = read(q, k, mask, causal, has_validity)
         return function(
             q,
             k,
             v,
-            starts,
-            ends,
-            key_valid,
+            *seen,
             sinks,
             scale=scale,
             softcap=softcap,
@@ -92,57 +111,17 @@ def facing_torch(
     return call
 
 
-def dense_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:
-    """`forward_dense` behind its op's flat signature: the mask is a bool one, or a float one that is added to the scores."""
-
-    def call(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask: jax.Array | None,
-        sinks: jax.Array | None,
-        scale: float,
-        softcap: float,
-        causal: bool,
-        has_validity: bool,
-        precision: str,
-        block_q: int,
-        block_kv: int,
-        vmem_bytes: int,
-    ) -> Any:
-        assert mask is not None
-        seen, bias = (mask, None) if mask.dtype == jnp.bool_ else (None, mask)
-        if bias is not None and bias.dtype not in (jnp.float32, jnp.bfloat16):
-            bias = bias.astype(jnp.float32)
-        return function(
-            q,
-            k,
-            v,
-            seen,
-            bias,
-            sinks,
-            scale=scale,
-            softcap=softcap,
-            block_q=block_q,
-            block_kv=block_kv,
-            precision=precision,
-            vmem_bytes=vmem_bytes,
-            interpret=interpret,
-        )
-
-    call.__annotations__ = _annotations(call, 1)
-    return call
-
-
 def facing(function: str, ranges: bool = True) -> Callable[..., Callable[..., Any]]:
-    """What puts the kernel function of this name behind its op's signature. ranges: see `facing_torch`."""
+    """What puts the kernel function of this name behind its op's signature. ranges: whether the kernel takes row ranges;
+    one that does not is told `causal` instead."""
     if function == "backward":
         return backward_facing_torch
-    if function == "forward_dense":
-        return dense_facing_torch
     if function == "paged":
         return paged_facing_torch
-    return functools.partial(facing_torch, results=2 if function == "forward_with_lse" else 1, ranges=ranges)
+    if function == "forward_dense":
+        return functools.partial(facing_torch, read=_read_pairs)
+    results = 2 if function == "forward_with_lse" else 1
+    return functools.partial(facing_torch, results=results, read=_read_ranges if ranges else _read_causal)
 
 
 def backward_facing_torch(function: KernelFunction, *, interpret: bool) -> Callable[..., Any]:

@@ -118,10 +118,7 @@ def write_pages(
     Raises:
         ValueError: for a cache of another kind, and for attention that a block table cannot describe.
     """
-    cache = _cache(module, kwargs)
-    told = {name: kwargs.pop(name, None) for name in ("read_index", "write_index", "max_length_k", "block_table")}
-    kwargs.pop("logits_processor_args", None)  # for the sampling after the model
-    told["cu_seq_lens_k"] = cu_seq_lens_k
+    cache, told = _taken(module, cu_seq_lens_k, kwargs)
     cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=told)  # fills in this layer's
     keys, values, table = told["k_cache"], told["v_cache"], told["block_table"]
     if table.shape[0] != key.shape[2]:
@@ -141,8 +138,11 @@ def write_pages(
     return Pages(keys, values, table, starts[:, None], ends[:, None])
 
 
-def _cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
-    """The paged cache, taken out of `kwargs`. Raises ValueError where it is none, or a layer is not for it."""
+def _taken(module: torch.nn.Module, cu_seq_lens_k: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The paged cache and what its `update` is told, both taken out of `kwargs`.
+
+    Raises ValueError where it is no paged cache, or a layer is not for it.
+    """
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     cache = kwargs.pop("cache")
@@ -153,7 +153,9 @@ def _cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
         )
     if getattr(module.config, "attention_chunk_size", None):
         raise ValueError("continuous batching does not tell attention the chunks of chunked attention: use 'sdpa'.")
-    return cache
+    told = {name: kwargs.pop(name, None) for name in ("read_index", "write_index", "max_length_k", "block_table")}
+    kwargs.pop("logits_processor_args", None)  # for the sampling after the model
+    return cache, told | {"cu_seq_lens_k": cu_seq_lens_k}
 
 
 def read_cache(
@@ -180,10 +182,7 @@ def read_cache(
     Raises:
         ValueError: for a cache of another kind, and for attention that bounds cannot describe.
     """
-    cache = _cache(module, kwargs)
-    told = {name: kwargs.pop(name, None) for name in ("read_index", "write_index", "max_length_k", "block_table")}
-    kwargs.pop("logits_processor_args", None)  # for the sampling after the model
-    told["cu_seq_lens_k"] = bounds["cu_seq_lens_k"]
+    cache, told = _taken(module, bounds["cu_seq_lens_k"], kwargs)
     new = key.shape[2]
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=told)
     bounds["cu_seq_lens_k"] = told["cu_seq_lens_k"]

@@ -40,6 +40,28 @@ def check_rows(
         raise ValueError(f'precision must be "default", "high" or "highest", got {precision!r}')
 
 
+def check_paged_arguments(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_table: jax.Array, starts: jax.Array, ends: jax.Array,
+    sinks: jax.Array | None, softcap: float, precision: str,
+) -> None:  # fmt: skip
+    """`check_arguments` for keys in pages found by a block table."""
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}")
+    batch, q_heads, _, head_dim = q.shape
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        raise ValueError(
+            f"q, k_pages, v_pages must all be float32 or all bfloat16, got {q.dtype}, {k_pages.dtype}, {v_pages.dtype}"
+        )
+    if k_pages.shape[3] != head_dim or k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"shapes of q, k_pages, v_pages do not fit together: {q.shape}, {k_pages.shape}, {v_pages.shape}")
+    if q_heads % k_pages.shape[2]:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {k_pages.shape[2]} KV heads")
+    if block_table.ndim != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
+        raise ValueError(f"block_table must be [{batch}, pages of a request], got {block_table.shape}")
+    check_rows(q, starts, ends, sinks, softcap, precision)
+
+
 def check_dense_arguments(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, bias: jax.Array | None,
     sinks: jax.Array | None, softcap: float, precision: str,

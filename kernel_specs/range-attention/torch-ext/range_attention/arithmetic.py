@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ LOG2E = math.log2(math.e)
 # The running maximum starts at the lowest finite float32 and hidden scores are -inf: their difference is -inf, its
 # exponential exactly 0, and a row that has seen no key yet needs no special case.
 LOWEST = float(jnp.finfo(jnp.float32).min)
+UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 
 
 def score_units(scale: float, softcap: float) -> tuple[float, float]:
@@ -67,6 +69,47 @@ def not_finite(x: jax.Array) -> jax.Array:
     rows = carried.shape[0]
     parts = [carried[min(r, rows - 8) : min(r, rows - 8) + 8] for r in range(0, rows, 8)]  # the last may overlap
     return jnp.bitwise_and(functools.reduce(jnp.bitwise_or, parts), sign)
+
+
+def any_set(found: jax.Array) -> jax.Array:
+    """Whether some element of `not_finite`'s result is not 0: a scalar bool."""
+    return jnp.max(jnp.where(found != 0, 1.0, 0.0)) > 0.0
+
+
+def in_sublanes(s: jax.Array) -> jax.Array:
+    """[keys, columns] -> [keys / 8, 8, columns]"""
+    return s.reshape(s.shape[0] // 8, 8, s.shape[1])
+
+
+def top(by_sublane: jax.Array) -> jax.Array:
+    """The maximum over keys: [1, columns]."""
+    return jnp.max(jnp.max(by_sublane, axis=0), axis=0, keepdims=True)
+
+
+def softmax_step(s: jax.Array, maximum: Any, total: Any, unit: float, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """One step of the online softmax over scores [keys, rows], of which a difference x `unit` is a power of two.
+
+    maximum [1, rows], total [8, rows] (sums of each sublane's keys): references, brought up to date.
+    Returns (weights [keys, rows] in `dtype`, what to scale the accumulator by [1, rows]).
+    """
+    old, by_sublane = maximum[...], in_sublanes(s)
+    new = jnp.maximum(old, top(by_sublane))
+    p = jnp.exp2((by_sublane - new[None]) * unit)
+    alpha = jnp.exp2((old - new) * unit)
+    maximum[...] = new
+    total[...] = alpha * total[...] + jnp.sum(p, axis=0)
+    return p.reshape(s.shape).astype(dtype), alpha
+
+
+def with_sink(maximum: jax.Array, sink: jax.Array | None, unit: float) -> tuple[jax.Array, jax.Array]:
+    """(maximum [1, rows] with the sink, sums [8, rows] of the sink alone). sink: [1, rows] as scores are kept, or None."""
+    shape = (8, maximum.shape[1])
+    if sink is None:
+        return maximum, jnp.zeros(shape, jnp.float32)
+    maximum = jnp.maximum(sink, maximum)
+    # The sums are kept per sublane: the sink counts once, in sublane 0.
+    sublane = lax.broadcasted_iota(jnp.int32, shape, 0)
+    return maximum, jnp.where(sublane == 0, jnp.exp2((sink - maximum) * unit), 0.0)
 
 
 def column(row: jax.Array, rows: int) -> jax.Array:

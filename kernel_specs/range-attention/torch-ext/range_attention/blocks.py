@@ -4,6 +4,11 @@ from typing import NamedTuple
 
 LANES = 128
 DEFAULT_VMEM_BYTES = 16 * 2**20  # v4, the smallest per-core VMEM of the supported generations
+# (rows, keys a block, keys a tile) of the kernels that keep scores transposed, best first.
+_SIZES = (
+    (512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512),
+    (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128),
+)  # fmt: skip
 
 
 class Blocks(NamedTuple):
@@ -56,10 +61,8 @@ def choose_blocks(
     even if the compiler may refuse it for lack of VMEM.
     """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
-    sizes = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
-    sizes += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
     # Several blocks of rows in one step matter more than many keys in it.
-    candidates = [(*size, subs) for least in (4, 1) for size in sizes for subs in (8, 4, 2, 1) if subs >= least]
+    candidates = [(*size, subs) for least in (4, 1) for size in _SIZES for subs in (8, 4, 2, 1) if subs >= least]
     for rows, kv, tile, subs in candidates:
         rows = share(q_len, block_q or rows, LANES)
         q_blocks = -(-q_len // rows)
@@ -75,9 +78,7 @@ def choose_dense_blocks(
 ) -> tuple[Blocks, int]:  # fmt: skip
     """`choose_blocks` for `forward_dense`, which reads a bit of a mask and maybe `bias_itemsize` bytes of a bias a pair."""
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
-    candidates = [(512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512)]
-    candidates += [(256, 512, 512), (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128)]
-    for rows_of_a_block, kv, tile in candidates:
+    for rows_of_a_block, kv, tile in _SIZES:
         block_rows = round_up(min(block_q or rows_of_a_block, rows), LANES)
         blocks = Blocks(block_rows, *_fit(kv_len, block_kv, kv, tile))
         need = vmem_need(blocks, kv_len, head_dim, v_dim, itemsize) + 2 * block_rows * blocks.kv // 4

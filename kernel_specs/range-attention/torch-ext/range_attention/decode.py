@@ -64,15 +64,15 @@ def decode(
     def kv_index(b, h, j, lo, hi, *_):
         first, last = lo[b] // n, (hi[b] + n - 1) // n - 1
         # Steps past this batch element's last key block name the same block again: nothing is copied.
-        return b, h, jnp.maximum(jnp.minimum(first + j, last), 0), 0
+        return jnp.maximum(jnp.minimum(first + j, last), 0)
 
     # Keys and values are read as they lie in memory.
     k_last, v_last = length_last(kv_len, head_dim), length_last(kv_len, v_dim)
 
     def along_keys(width: int, last: bool) -> pl.BlockSpec:
-        if not last:
-            return pl.BlockSpec((1, 1, blocks.kv, width), kv_index)
-        return pl.BlockSpec((1, 1, width, blocks.kv), lambda *index: tuple(kv_index(*index)[d] for d in (0, 1, 3, 2)))
+        if last:
+            return pl.BlockSpec((1, 1, width, blocks.kv), lambda b, h, *rest: (b, h, 0, kv_index(b, h, *rest)))
+        return pl.BlockSpec((1, 1, blocks.kv, width), lambda b, h, *rest: (b, h, kv_index(b, h, *rest), 0))
 
     operands = [q, *(jnp.swapaxes(x, 2, 3) if last else x for x, last in ((k, k_last), (v, v_last))), ranges]
     in_specs = [
@@ -84,7 +84,7 @@ def decode(
     if key_valid is not None:
         valid = jnp.pad(key_valid.astype(jnp.int32), ((0, 0), (0, kv_blocks * blocks.kv - kv_len)))
         operands.append(valid.reshape(batch, kv_blocks * n, 1, blocks.tile))
-        in_specs.append(pl.BlockSpec((1, n, 1, blocks.tile), lambda b, h, j, *s: (b, kv_index(b, h, j, *s)[2], 0, 0)))
+        in_specs.append(pl.BlockSpec((1, n, 1, blocks.tile), lambda b, *rest: (b, kv_index(b, *rest), 0, 0)))
     if sinks is not None:
         spread = jnp.repeat(sinks.astype(jnp.float32), q_len).reshape(kv_heads, packed)
         operands.append(by_block(spread, rows, lanes))  # [Hkv, 1, lanes]

@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_dense_arguments
-from .arithmetic import LOG2E, LOWEST, dot, isolate, not_finite
+from .arithmetic import LOG2E, LOWEST, UNKNOWN, any_set, dot, isolate, not_finite, softmax_step, with_sink
 from .blocks import Blocks, choose_dense_blocks
 
-UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 FOLDED_ROWS = 512  # query rows of all heads of a group, up to which they make one block
 CHAIN = 4  # tiles in one straight line of code: more hide more of the latency between tiles
 ENTRY, FULL = 16, 8  # of an entry of `_visits`
@@ -254,7 +253,7 @@ def _kernel(
     sink_ref = next(it) if has_sinks else None
     o_ref, m_ref, l_ref, acc_ref, s_ref, leaks_ref = it
 
-    rows, tile, n = blocks.rows, blocks.tile, blocks.kv // blocks.tile
+    tile, n = blocks.tile, blocks.kv // blocks.tile
     # Scores are kept without their last factor, `kept`, unless a bias is added to them.
     inner, kept = (scale / softcap, softcap) if softcap else (1.0, scale)
     if has_bias:
@@ -267,16 +266,8 @@ def _kernel(
     @pl.when(j == 0)
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        if sink_ref is None:
-            m_ref[...] = jnp.full_like(m_ref, LOWEST)
-            l_ref[...] = jnp.zeros_like(l_ref)
-        else:
-            sink = sink_ref[0, 0] * (1.0 / kept)
-            m = jnp.maximum(sink, LOWEST)
-            m_ref[...] = m
-            # The sums are kept per sublane: the sink counts once, in sublane 0.
-            sublane = lax.broadcasted_iota(jnp.int32, l_ref.shape, 0)
-            l_ref[...] = jnp.where(sublane == 0, jnp.exp2((sink - m) * (kept * LOG2E)), 0.0)
+        sink = None if sink_ref is None else sink_ref[0, 0] * (1.0 / kept)
+        m_ref[...], l_ref[...] = with_sink(jnp.full_like(m_ref, LOWEST), sink, kept * LOG2E)
 
     def keys(t) -> pl.Slice:
         return pl.ds(pl.multiple_of((t - j * n) * tile, tile), tile)
@@ -317,15 +308,7 @@ def _kernel(
         return jnp.where(position < kv_len, s, -jnp.inf)
 
     def softmax(s: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One step of the online softmax: (weights [keys, rows], what to scale the accumulator by [1, rows])."""
-        m_old = m_ref[...]
-        by_sublane = s.reshape(s.shape[0] // 8, 8, rows)
-        m_new = jnp.maximum(m_old, jnp.max(jnp.max(by_sublane, axis=0), axis=0, keepdims=True))
-        p = jnp.exp2((by_sublane - m_new[None]) * (kept * LOG2E))
-        alpha = jnp.exp2((m_old - m_new) * (kept * LOG2E))
-        m_ref[...] = m_new
-        l_ref[...] = alpha * l_ref[...] + jnp.sum(p, axis=0)
-        return p.reshape(s.shape).astype(v_ref.dtype), alpha
+        return softmax_step(s, m_ref, l_ref, kept * LOG2E, v_ref.dtype)
 
     def accumulate(weights: jax.Array, alpha: jax.Array, v: jax.Array) -> None:
         acc_ref[...] = acc_ref[...] * alpha + dot(v, weights, (0, 0), precision)
@@ -372,7 +355,7 @@ def _kernel(
                     return jnp.bitwise_or(found, not_finite(values(j * n + c)))
 
                 found = lax.fori_loop(0, n, look, jnp.zeros((8, v_ref.shape[-1]), jnp.int32))
-                leaks_ref[0] = jnp.where(jnp.max(jnp.where(found != 0, 1.0, 0.0)) > 0.0, 1, 0)
+                leaks_ref[0] = jnp.where(any_set(found), 1, 0)
 
             leaks = jnp.logical_and(masked, leaks_ref[0] == 1)
             run = jnp.minimum(jnp.where(leaks, 1, run), end - t)

@@ -17,11 +17,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .arithmetic import LOG2E, LOWEST, column, dot, flip, isolate, not_finite, score_units
+from .arithmetic import (
+    LOG2E,
+    LOWEST,
+    UNKNOWN,
+    any_set,
+    column,
+    dot,
+    flip,
+    in_sublanes,
+    isolate,
+    not_finite,
+    score_units,
+    softmax_step,
+    top,
+    with_sink,
+)
 from .blocks import LANES, Blocks
 from .ranges import BAND, NO_KEY, NONE_VALID
 
-UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 CHAINS = (2, 4)  # full tiles in one straight line of code: more hide more of the latency between tiles
 LONG_CODE_CHAINS = (2,)  # where products take long themselves: latency counts less, and code is six times as long
 NOTHING, TILE, BANDS = 0, 1, 2  # whose scores the next block of rows finds ready
@@ -147,7 +161,7 @@ class Step:
             found = jnp.bitwise_or(found, not_finite(self.known_values(jnp.minimum(whole, tiles - 1))))
         else:
             found = lax.fori_loop(0, jnp.minimum(self.all_tiles - self.base, tiles), look, found)
-        refs.leaks[0] = jnp.where(jnp.max(jnp.where(found != 0, 1.0, 0.0)) > 0.0, 1, 0)
+        refs.leaks[0] = jnp.where(any_set(found), 1, 0)
 
     def keys(self, t: Any, at: Any = 0, size: int = 0) -> jax.Array:
         """k of tile t, or of `size` keys from key `at` of it on."""
@@ -248,28 +262,16 @@ class Rows:
 
     def begin(self) -> None:
         lowest = jnp.full((1, self.rows), LOWEST, jnp.float32)
-        self.refs.maximum[self.slot], self.refs.total[self.slot] = self.with_sink(lowest)
+        self.refs.maximum[self.slot], self.refs.total[self.slot] = self.first_sums(lowest)
 
-    def with_sink(self, maximum: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(maximum [1, rows] with the sink, sums [8, rows] of the sink alone)."""
-        if self.refs.sink is None:
-            return maximum, jnp.zeros((8, self.rows), jnp.float32)
-        sink = self.refs.sink[...] * (LOG2E / self.step.unit)
-        maximum = jnp.maximum(sink, maximum)
-        # The sums are kept per sublane: the sink counts once, in sublane 0.
-        sublane = lax.broadcasted_iota(jnp.int32, (8, self.rows), 0)
-        return maximum, jnp.where(sublane == 0, jnp.exp2((sink - maximum) * self.step.unit), 0.0)
+    def first_sums(self, maximum: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(maximum, sums) before any key: see `with_sink`."""
+        sink = None if self.refs.sink is None else self.refs.sink[...] * (LOG2E / self.step.unit)
+        return with_sink(maximum, sink, self.step.unit)
 
     def softmax(self, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One step: (weights [keys, rows], what to scale the accumulator by [1, rows])."""
-        refs, slot, unit = self.refs, self.slot, self.step.unit
-        old, by_sublane = refs.maximum[slot], in_sublanes(s)
-        new = jnp.maximum(old, top(by_sublane))
-        p = jnp.exp2((by_sublane - new[None]) * unit)
-        alpha = jnp.exp2((old - new) * unit)
-        refs.maximum[slot] = new
-        refs.total[slot] = alpha * refs.total[slot] + jnp.sum(p, axis=0)
-        return p.reshape(s.shape).astype(refs.v.dtype), alpha
+        refs, slot = self.refs, self.slot
+        return softmax_step(s, refs.maximum.at[slot], refs.total.at[slot], self.step.unit, refs.v.dtype)
 
     def accumulate(self, weights: jax.Array, alpha: jax.Array, v: jax.Array) -> None:
         self.refs.acc[self.slot] = self.refs.acc[self.slot] * alpha + self.step.weigh(v, weights)
@@ -398,7 +400,7 @@ class Rows:
         seen = [self.visible(origin + first, BAND, g) for first, g in zip(firsts, self.groups, strict=True)]
         s = hidden(self.refs.scores[0, :BAND], seen)
         by_sublane = in_sublanes(s)
-        maximum, total = self.with_sink(jnp.maximum(top(by_sublane), LOWEST))
+        maximum, total = self.first_sums(jnp.maximum(top(by_sublane), LOWEST))
         p = jnp.exp2((by_sublane - maximum[None]) * step.unit)
         total = total + jnp.sum(p, axis=0)
         weights = p.reshape(s.shape).astype(self.refs.v.dtype)
@@ -500,16 +502,6 @@ class Rows:
         if refs.tile_state is not None:
             pl.when(jnp.logical_and(full <= 0, none_valid))(lambda: self.prepare(t + 1, 0))
         return t + size
-
-
-def in_sublanes(s: jax.Array) -> jax.Array:
-    """[keys, columns] -> [keys / 8, 8, columns]"""
-    return s.reshape(s.shape[0] // 8, 8, s.shape[1])
-
-
-def top(by_sublane: jax.Array) -> jax.Array:
-    """The maximum over keys: [1, columns]."""
-    return jnp.max(jnp.max(by_sublane, axis=0), axis=0, keepdims=True)
 
 
 def hidden(s: jax.Array, visible: list[jax.Array]) -> jax.Array:

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .arguments import check_rows
-from .arithmetic import LOG2E, LOWEST, column, dot, isolate, not_finite
+from .arguments import check_paged_arguments
+from .arithmetic import LOG2E, LOWEST, any_set, column, dot, isolate, not_finite
 from .blocks import DEFAULT_VMEM_BYTES, LANES, round_up
 from .ranges import by_block
 
@@ -54,7 +54,7 @@ def paged(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    _check(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap, precision)
+    check_paged_arguments(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap, precision)
     batch, q_heads, q_len, head_dim = q.shape
     pages, page, kv_heads, v_dim = v_pages.shape
     columns, itemsize = page * kv_heads, q.dtype.itemsize
@@ -220,7 +220,7 @@ def _kernel(
 
         @pl.when(active)
         def _(i: int = i, work=work) -> None:
-            strange = jnp.max(jnp.abs(not_finite(v_refs[i][0]).astype(jnp.float32))) > 0.0
+            strange = any_set(not_finite(v_refs[i][0]))
             pl.when(strange)(functools.partial(work, True))
             pl.when(jnp.logical_not(strange))(functools.partial(work, False))
 
@@ -230,21 +230,3 @@ def _kernel(
         nothing = jnp.logical_or(total == 0.0, start_ref[:, :1] >= end_ref[:, :1])
         out = jnp.where(nothing, 0.0, acc_ref[...] / jnp.where(total == 0.0, 1.0, total))
         o_ref[0] = out.astype(o_ref.dtype)
-
-
-def _check(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap: float, precision: str) -> None:
-    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}")
-    batch, q_heads, _, head_dim = q.shape
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
-        raise ValueError(
-            f"q, k_pages, v_pages must all be float32 or all bfloat16, got {q.dtype}, {k_pages.dtype}, {v_pages.dtype}"
-        )
-    if k_pages.shape[3] != head_dim or k_pages.shape[:3] != v_pages.shape[:3]:
-        raise ValueError(f"shapes of q, k_pages, v_pages do not fit together: {q.shape}, {k_pages.shape}, {v_pages.shape}")
-    if q_heads % k_pages.shape[2]:
-        raise ValueError(f"{q_heads} query heads are not a multiple of {k_pages.shape[2]} KV heads")
-    if block_table.ndim != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
-        raise ValueError(f"block_table must be [{batch}, pages of a request], got {block_table.shape}")
-    check_rows(q, starts, ends, sinks, softcap, precision)
