@@ -12,6 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# --hypothesis-profile=long: see test_properties.py
+settings.register_profile("long", max_examples=int(os.environ.get("EXAMPLES", "20000")))
 
 torch.set_num_threads(1)  # the tensors are tiny, and two test processes share the machine
 
