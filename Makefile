@@ -2,13 +2,17 @@
 .POSIX:
 # Two processes, a file's tests in one of them. The slow offdevice tests use two processes of their own, and print tables.
 PARALLEL = -n 2 --dist loadscope
-.PHONY: demo test test-all lint wheel clean
+.PHONY: demo test test-slow test-all lint audit wheel clean
 
 demo:
 	@python=$$(tools/bootstrap) && "$$python" examples/demo.py
 
 lint:
 	@python=$$(tools/bootstrap) && tools/lint "$$python"
+
+# Known vulnerabilities of what is installed; an error too where no advisories can be reached.
+audit:
+	@python=$$(tools/bootstrap) && tools/audit "$$python"
 
 test: lint
 	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow" $(PARALLEL)

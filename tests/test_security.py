@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.audit import KNOWN_TO_BE_VULNERABLE, audit
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("tpu_kernels", "kernel_specs") for path in (ROOT / folder).rglob("*.py"))
 SECURITY = (ROOT / "SECURITY.md").read_text()
@@ -89,3 +91,26 @@ def test_every_variable_is_documented_and_every_documented_one_is_read():
     # Those that are not of a worker's own stand in the users' pages too.
     pages = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     assert {name for name in ours if name not in pages} <= {"TPU_KERNELS_SCHEDULE_DUMP"}
+
+
+REACHED = "jinja2 2.4.1 PYSEC-2014-8 2.7.2"
+
+
+@pytest.mark.parametrize(
+    ("known", "ours", "status", "told"),
+    [
+        ((1, REACHED), (0, "No known vulnerabilities found"), 0, "no known vulnerability in 2 releases"),
+        ((1, REACHED), (1, "torch 2.0 CVE-2024-1"), 1, "torch 2.0 CVE-2024-1"),
+        ((1, REACHED), (1, "jax: Dependency not found on PyPI"), 1, "could not be audited"),
+        # What pip-audit says behind a mirror without advisories, with --strict and without, and where no host answers.
+        ((1, "jinja2: Dependency not found on PyPI"), (0, ""), 3, "NOT CHECKED: 2 releases"),
+        ((0, "No known vulnerabilities found"), (0, "No known vulnerabilities found"), 3, "NOT CHECKED"),
+        ((1, "ConnectionError: Max retries exceeded"), (1, ""), 3, "NOT CHECKED"),
+    ],
+)
+def test_an_audit_that_reaches_no_advisories_does_not_pass(known, ours, status, told, capsys):
+    def run(requirements):
+        return known if requirements.strip() == KNOWN_TO_BE_VULNERABLE else ours
+
+    assert audit("torch==2.0\njax==0.1\n", run) == status
+    assert told in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 import tpu_kernels
 from tpu_kernels import attention, masks, scaffold
@@ -118,21 +118,23 @@ def test_eight_threads_get_the_bits_of_one():
         assert all(torch.equal(each, want) for each in results)
 
 
-def test_four_threads_generate_the_tokens_of_one():
+def test_eight_threads_generate_the_tokens_of_one():
+    """One model; half of the threads have a static cache, and every second one a longer prompt."""
     tpu_kernels.register()
     model = DECODERS["llama"].build("tpu_attention")
-    prompts = [torch.arange(3 + row, 9 + row)[None] for row in range(4)]
+    prompts = [torch.arange(3 + row, 9 + row + row % 2)[None] for row in range(8)]
 
-    def generate(ids):
+    def generate(ids, row):
+        # A cache of its own, since generate() keeps the one that it makes itself on the model.
+        cache = StaticCache(config=model.config, max_cache_len=24) if row >= 4 else None
         with torch.no_grad():
-            return model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False
-            )
+            return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4,
+                                  min_new_tokens=4, do_sample=False, disable_compile=True)  # fmt: skip
 
-    got = at_once([lambda ids=ids: generate(ids) for ids in prompts])
-    for ids, tokens in zip(prompts, got, strict=True):
+    got = at_once([lambda ids=ids, row=row: generate(ids, row) for row, ids in enumerate(prompts)])
+    for row, (ids, tokens) in enumerate(zip(prompts, got, strict=True)):
         assert not isinstance(tokens, BaseException), tokens
-        assert torch.equal(tokens, generate(ids))
+        assert torch.equal(tokens, generate(ids, row))
 
 
 @pytest.fixture
@@ -181,6 +183,59 @@ def test_an_interrupt_in_the_first_trace_leaves_a_usable_process(failing_kernel,
         attend(Layer(), *inputs, None)
     monkeypatch.delenv("FAIL")
     close(attend(Layer(), *inputs, None)[0], attention.tpu_attention(Layer(), *inputs, None)[0])
+
+
+# The signal arrives while jax traces or compiles the first kernel of the process, at a moment that the argument chooses.
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+import tpu_kernels
+from tpu_kernels import ops
+from tpu_kernels.attention import tpu_attention
+
+torch.set_num_threads(1)
+tpu_kernels.register()
+q = torch.arange(2 * 40 * 16.0).reshape(1, 2, 40, 16).sin()
+
+def attend():
+    return tpu_attention(torch.nn.Identity(), q, q, q, None)[0]
+
+def interrupt(started, delay):
+    started.wait()
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGINT)
+
+started, build = threading.Event(), ops._emulated
+
+def loading(spec, function):
+    run = build(spec, function)  # the kernel is imported; its first run traces and compiles
+    def first(*arguments):
+        started.set()
+        return run(*arguments)
+    return first
+
+ops._emulated = loading
+threading.Thread(target=interrupt, args=(started, float(sys.argv[1])), daemon=True).start()
+begin = time.monotonic()
+try:
+    attend()
+except KeyboardInterrupt:
+    print("interrupted after", round(time.monotonic() - begin, 1))
+want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+got = attend()
+assert (got - want).abs().max() < 2e-6, (got - want).abs().max()
+model = torch.compile(lambda x: tpu_attention(torch.nn.Identity(), x, x, x, None)[0], backend="aot_eager", fullgraph=True)
+assert torch.equal(model(q), got)
+print("usable")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", ["0", "0.05", "0.2", "0.5"])
+def test_ctrl_c_in_the_first_compile_leaves_a_usable_process(delay, tmp_path):
+    told = run_script(tmp_path, INTERRUPTED, delay)
+    print(told)
+    assert told.startswith("interrupted after") and told.endswith("usable\n")
 
 
 # The kernel is a stub: what is measured is what this package and torch keep of a shape.
