@@ -222,6 +222,39 @@ def test_image_tokens_see_each_other():
     assert routes(model) == KERNEL
 
 
+def test_a_prefix_of_image_and_prompt_sees_itself_whole():
+    """PaliGemma in training: what is not the answer (token type 0) is bidirectional, the answer causal; left padding too.
+
+    Whether tokens of type 0 are one run is known from their values alone, so that mask is told to be dense.
+    """
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **_COMMON},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 16, "patch_size": 8},
+        image_token_index=100, hidden_size=64, projection_dim=64,
+    )  # fmt: skip
+    ids = torch.tensor([[0, 0, 100, 100, 100, 100, 5, 6, 7, 8, 9], [100, 100, 100, 100, 3, 4, 5, 6, 7, 8, 9]])
+    mask = (ids != 0).long()
+    answer = torch.zeros_like(ids)
+    answer[:, 8:] = 1
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    outputs, other = [], ids.clone()
+    other[:, 7] = 50  # the prompt's last token
+    for implementation in ("eager", "tpu_attention"):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            states = [model(x, pixel_values=pixels, attention_mask=mask, token_type_ids=answer)[0] for x in (ids, other)]
+        outputs.append(states[0])
+    same(outputs[1][mask.bool()], outputs[0][mask.bool()])
+    assert ((states[1] - states[0])[:, 2:7].abs().amax(-1) > 1e-4).all()  # earlier tokens of the prefix see it
+    assert routes(model) == {("sdpa", "dense_mask"), *KERNEL}  # the vision tower has no mask
+    tpu_kernels.reset()
+    with torch.no_grad():
+        model(ids, pixel_values=pixels, attention_mask=mask)  # causal, as in generation
+    assert routes(model) == KERNEL
+
+
 def test_packed_image_patches_by_cu_seqlens():
     """The vision tower of Qwen2.5-VL passes bounds of images and windows, and no mask."""
     config = AutoConfig.for_model("qwen2_5_vl").vision_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import tpu_kernels
 
@@ -163,14 +164,28 @@ def test_the_id_of_a_pad_token_changes_nothing(name, cache):
         assert torch.equal(step_got, step_want)
 
 
-def test_a_model_that_ignores_the_interface_is_reported():
-    from transformers import BloomConfig, BloomForCausalLM
-
-    config = BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64)
-    model = BloomForCausalLM._from_config(config, attn_implementation="tpu_attention").eval()
-    with torch.no_grad():
-        model(torch.ones(1, 4, dtype=torch.long))
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_a_model_that_ignores_the_interface_is_reported(name):
+    """ALiBi models among them: they compute attention themselves, whatever the name."""
+    settings = {"n_layer": 1, "n_layers": 1, "n_head": 4, "n_heads": 4, "hidden_size": 32, "d_model": 32, "vocab_size": 64}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    ids = torch.arange(1, 5)[None]
+    logits = []
+    for implementation in ("eager", "tpu_attention"):
+        torch.manual_seed(0)
+        model = kind._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
     table = tpu_kernels.explain(model)
-    assert table.never_called == ("BloomForCausalLM",)
-    assert "BloomForCausalLM" in str(table)
+    assert table.never_called == (f"{name}ForCausalLM",)
+    assert f"{name}ForCausalLM" in str(table)
     assert table.total_calls == 0
+
+
+def test_the_other_alibi_model_takes_no_new_attention_name():
+    """Falcon picks its attention class from a list of its own: a refusal, and no other attention behind the user's back."""
+    config = transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True, vocab_size=64)
+    with pytest.raises(KeyError, match="tpu_attention"):
+        transformers.FalconForCausalLM._from_config(config, attn_implementation="tpu_attention")
