@@ -24,8 +24,8 @@ import range_attention  # noqa: E402
 from range_attention import blocks, ranges  # noqa: E402
 
 __all__ = [
-    "Call", "blocks", "check", "check_gradients", "make_call", "output_gradient", "range_attention", "ranges",
-    "reference", "reference_gradients", "run", "run_function", "run_gradients",
+    "Call", "blocks", "check", "check_gradients", "forget_programs", "make_call", "output_gradient", "range_attention",
+    "ranges", "reference", "reference_gradients", "run", "run_function", "run_gradients",
 ]  # fmt: skip
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -83,6 +83,12 @@ def _jitted(function: str, **static: Any) -> Any:
     # Compiling the emulation is what these tests spend their time on: without LLVM's optimisations it takes half.
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(functools.partial(getattr(range_attention, function), **static), compiler_options=options)
+
+
+def forget_programs() -> None:
+    """Frees every compiled emulation."""
+    _jitted.cache_clear()
+    jax.clear_caches()
 
 
 def run(
@@ -204,9 +210,7 @@ def output_gradient(call: Call, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + 1000)).to(call.q.dtype)
 
 
-def reference_gradients(
-    call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def reference_gradients(call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """float64 lse [B, Hq, Q] and gradients, by the formulas, a head at a time.
 
     "dsinks terms" is the sum of the sizes of what dsinks is the sum of: both signs occur there.
