@@ -103,7 +103,7 @@ def dense_window(q_len, kv_len, window, offset=0):
     return ((keys <= rows) & (keys > rows - window))[None, None].expand(B, 1, q_len, kv_len)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(30, 30, 0), (1, 30, 29)])
+@pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(30, 30, 0), (1, 30, 29), (30, 9, 0)])
 @pytest.mark.parametrize("window", [1, 5, 29, 30, 64, 0, None])
 def test_a_window_without_a_mask_counts_the_query_itself(q_len, kv_len, offset, window):
     q, k, v = tensors(q_len, kv_len)
@@ -337,6 +337,14 @@ BAD = {
     ),
     "sinks of the wrong size": (lambda q, k, v: (q, k, v), {"s_aux": torch.zeros(3)}, "sinks have shape"),
     "scaling tensor": (lambda q, k, v: (q, k, v), {"scaling": torch.tensor(1.0)}, "scaling is a tensor"),
+    "scaling NaN": (lambda q, k, v: (q, k, v), {"scaling": float("nan")}, "^scaling is nan"),
+    "scaling too small": (lambda q, k, v: (q, k, v), {"scaling": -1e-31}, "^scaling is -1e-31"),
+    "scaling too large": (lambda q, k, v: (q, k, v), {"scaling": float("inf")}, "^scaling is inf"),
+    "softcap negative": (lambda q, k, v: (q, k, v), {"softcap": -30.0}, "^softcap is -30"),
+    "softcap infinite": (lambda q, k, v: (q, k, v), {"softcap": float("inf")}, "^softcap is inf"),
+    "softcap beyond scaling": (lambda q, k, v: (q, k, v), {"softcap": 1e20, "scaling": 1e-20}, "^scaling / softcap is"),
+    "dropout NaN": (lambda q, k, v: (q, k, v), {"dropout": float("nan")}, "^dropout is nan"),
+    "window negative": (lambda q, k, v: (q, k, v), {"sliding_window": -1}, "^sliding_window is -1"),
     "mask elsewhere": (
         lambda q, k, v: (q, k, v),
         {"attention_mask": torch.ones(B, 1, 8, 8, dtype=torch.bool, device="meta")},

@@ -39,6 +39,8 @@ _REFUSED = {
 }
 # Decode under a growing cache meets a new key length at each step; padded to this, shapes change once in 128 steps.
 _KV_BUCKET = 128
+# Sizes of scaling and softcap that every kernel takes.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,15 @@ def tpu_attention(
         scaling = query.shape[-1] ** -0.5
     elif isinstance(scaling, torch.Tensor):
         raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
+    _check_numbers(scaling, softcap, dropout)
     causal = False
     if attention_mask is None:
         # Continuous batching gives bounds and no mask, whatever the model means by none.
         if not continuous and masks.no_mask_means_every_key(module):
             is_causal, sliding_window = False, None
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if sliding_window is not None and sliding_window < 0:
+            raise ValueError(f"sliding_window is {sliding_window}; pass the number of keys a query sees, or None for all.")
         if cu_seq_lens_q is not None or sliding_window:
             attention_mask = _ranges_from_kwargs(query, key, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
         causal = causal and attention_mask is None and query.shape[-2] > 1
@@ -159,6 +164,7 @@ def tpu_attention(
         or value.requires_grad
         or (sinks is not None and sinks.requires_grad)
         or (position_bias is not None and position_bias.requires_grad)
+        or (attention_mask is not None and attention_mask.requires_grad)
     )
     disabled, strict, precision = settings()
     k_shape, v_shape = (key.shape, value.shape) if pages is None else pages.shapes()
@@ -303,7 +309,9 @@ def _ranges_from_kwargs(
         position = rows - cu_q[segment] + ends
         starts, ends = torch.broadcast_tensors(starts, ends)
     else:
-        if window is not None and window >= kv_len and (causal or window >= q_len):
+        # Rows stand at 0..q_len - 1, or one query after a cache at its newest key.
+        last = kv_len if causal and q_len == 1 else q_len
+        if window is not None and window >= last and (causal or window >= kv_len):
             return None
         starts, ends = torch.zeros_like(rows), torch.full_like(rows, kv_len)
         # One query after the cache is the newest key; several without a mask are aligned at the first key.
@@ -482,6 +490,24 @@ def _unknown(kwargs: dict[str, Any]) -> list[str]:
             raise ValueError(f"tpu_attention got {name}=..., which it cannot honour: {_REFUSED[name]}.")
         names.append(name)
     return names
+
+
+def _check_numbers(scaling: float, softcap: float | None, dropout: float) -> None:
+    """Refuse what no attention means, and factors that float32 does not hold beside their inverse and their products."""
+    size = abs(scaling)
+    if size != 0.0 and not _SMALLEST <= size <= _LARGEST:
+        raise ValueError(f"scaling is {scaling}; use 0 or a number from {_SMALLEST:g} to {_LARGEST:g} in size.")
+    if softcap and not _SMALLEST <= softcap <= _LARGEST:
+        raise ValueError(
+            f"softcap is {softcap}; use a number from {_SMALLEST:g} to {_LARGEST:g}, or None for no cap on the scores."
+        )
+    if softcap and size != 0.0 and not _SMALLEST <= size / softcap <= _LARGEST:
+        raise ValueError(
+            f"scaling / softcap is {scaling} / {softcap}; it must be from {_SMALLEST:g} to {_LARGEST:g} in size. "
+            "Such a cap changes no score: pass None for it."
+        )
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout is {dropout}; it is a probability, from 0 to 1.")
 
 
 def _check_devices(

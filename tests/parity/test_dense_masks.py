@@ -293,6 +293,11 @@ def test_short_masks_and_gradients_stay_on_sdpa(attend):
     assert routes == {("sdpa", "dense_mask")}
     out.sum().backward()
     assert q.grad is not None
+    learned = torch.zeros(1, 1, 20, 2048, requires_grad=True)  # of the mask alone: a learned bias, all else frozen
+    out, routes = attend(q.detach(), k, v, learned)
+    assert routes == {("sdpa", "dense_mask")}
+    (gradient,) = torch.autograd.grad(out.square().sum(), learned)
+    assert gradient.abs().max() > 0
 
 
 @pytest.mark.slow

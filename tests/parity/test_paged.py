@@ -81,12 +81,14 @@ def test_requests_of_many_lengths(dtype: str, page: int) -> None:
         decoding("f32", heads=8, kv_heads=1),
         pytest.param(decoding("f32", heads=3, kv_heads=3, dim=40, v_dim=24), marks=pytest.mark.slow),
         decoding("bf16", heads=6, kv_heads=2, dim=64, sinks=np.linspace(-3, 3, 6, dtype=np.float32)),
+        pytest.param(decoding("f32", sinks=np.float32([3e38, -3e38, 100, -100])), marks=pytest.mark.slow),
         decoding("f32", softcap=2.0, scale=-1.5),
         pytest.param(decoding("f32", scale=-0.7), marks=pytest.mark.slow),
         decoding("f32", starts=LENGTHS - 20),
         pytest.param(decoding("f32", starts=LENGTHS - 1), marks=pytest.mark.slow),
     ],
-    ids=["one KV head", "odd sizes", "sinks", "softcap, negative scale", "negative scale", "window 20", "window 1"],
+    ids=["one KV head", "odd sizes", "sinks", "large sinks", "softcap, negative scale", "negative scale", "window 20",
+         "window 1"],
 )  # fmt: skip
 def test_features(call: Call) -> None:
     check(call, 16)

@@ -15,6 +15,7 @@ LOG2E = math.log2(math.e)
 # The running maximum starts at the lowest finite float32 and hidden scores are -inf: their difference is -inf, its
 # exponential exactly 0, and a row that has seen no key yet needs no special case.
 LOWEST = float(jnp.finfo(jnp.float32).min)
+_LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 
 
@@ -26,6 +27,18 @@ def score_units(scale: float, softcap: float) -> tuple[float, float]:
     return (scale / softcap, softcap * LOG2E) if softcap else (1.0, scale * LOG2E)
 
 
+def positive_scale(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """(q, scale) of the same scores with a positive scale: maxima are kept of scores that lack it."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (jnp.zeros_like(q), 1.0)
+
+
+def sink_as_kept(sink: jax.Array, unit: float) -> jax.Array:
+    """Sinks as scores are kept (see `score_units`). Finite at the top: what is past it leaves nothing to the keys."""
+    return jnp.minimum(sink * (LOG2E / unit), -LOWEST)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: str) -> jax.Array:
     """a x b over one dimension of each, float32 result."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
@@ -33,11 +46,15 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: str) -
     if a.dtype == jnp.bfloat16:
         return product(a, b)
     if precision == "high":  # Mosaic has no three-pass product: written out
-        a_hi, b_hi = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        a_lo = (a - a_hi.astype(jnp.float32)).astype(jnp.bfloat16)
-        b_lo = (b - b_hi.astype(jnp.float32)).astype(jnp.bfloat16)
+        (a_hi, a_lo), (b_hi, b_lo) = _halves(a), _halves(b)
         return product(a_hi, b_hi) + (product(a_hi, b_lo) + product(a_lo, b_hi))
     return product(a, b, precision=lax.Precision.HIGHEST if precision == "highest" else lax.Precision.DEFAULT)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 numbers for a float32 one. The last 0.4 % below float32's largest would round to infinity."""
+    hi = jnp.clip(x, -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16).astype(jnp.bfloat16)
+    return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def isolate(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

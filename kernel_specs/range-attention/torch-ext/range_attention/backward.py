@@ -54,7 +54,7 @@ def backward(
 
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    check_arguments(q, k, v, starts, ends, key_valid, sinks, softcap, precision)
+    check_arguments(q, k, v, starts, ends, key_valid, sinks, scale, softcap, precision)
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_dim = v.shape[1:]
     for name, x in (("out", out), ("do", do)):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
-from .arithmetic import LOG2E, LOWEST, column, dot, flip, isolate, score_units
+from .arithmetic import LOWEST, column, dot, flip, isolate, positive_scale, score_units, sink_as_kept
 from .blocks import LANES, Blocks, choose_decode_blocks, length_last, round_up
 from .ranges import NO_KEY, NONE_VALID, block_bounds, by_block, clamp_ranges
 
@@ -41,14 +41,12 @@ def decode(
     The query heads of one KV group are packed into the rows of one block, so that every key and value is read once a
     KV head, and only the key blocks between the lowest start and the highest end are read. block_q is not used.
     """
-    check_arguments(q, k, v, starts, ends, key_valid, sinks, softcap, precision)
+    check_arguments(q, k, v, starts, ends, key_valid, sinks, scale, softcap, precision)
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_dim = v.shape[1:]
     packed = q_heads // kv_heads * q_len
     q = q.reshape(batch, kv_heads, packed, head_dim)
-    if scale <= 0:  # the running maximum is kept on unscaled scores, which needs a positive scale
-        q = -q if scale < 0 else jnp.zeros_like(q)
-        scale = -scale or 1.0
+    q, scale = positive_scale(q, scale)
     blocks, vmem_limit = choose_decode_blocks(packed, kv_len, head_dim, v_dim, q.dtype.itemsize, block_kv, vmem_bytes)
     rows, n = blocks.rows, blocks.kv // blocks.tile
     kv_blocks = -(-kv_len // blocks.kv)
@@ -169,7 +167,7 @@ def _kernel(
             m_ref[...] = jnp.full_like(m_ref, LOWEST)
             l_ref[...] = jnp.zeros_like(l_ref)
         else:
-            sink = column(sink_ref[0], rows) * (LOG2E / unit)
+            sink = sink_as_kept(column(sink_ref[0], rows), unit)
             m = jnp.maximum(sink, LOWEST)
             # The sums are kept per lane: the sink counts once, in lane 0.
             lane = lax.broadcasted_iota(jnp.int32, m.shape, 1)

@@ -19,7 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_dense_arguments
-from .arithmetic import LOG2E, LOWEST, UNKNOWN, any_set, dot, isolate, not_finite, softmax_step, with_sink
+from .arithmetic import (
+    LOG2E,
+    LOWEST,
+    UNKNOWN,
+    any_set,
+    dot,
+    isolate,
+    not_finite,
+    positive_scale,
+    sink_as_kept,
+    softmax_step,
+    with_sink,
+)
 from .blocks import Blocks, choose_dense_blocks
 
 FOLDED_ROWS = 512  # query rows of all heads of a group, up to which they make one block
@@ -52,7 +64,8 @@ def forward_dense(
 
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    check_dense_arguments(q, k, v, mask, bias, sinks, softcap, precision)
+    check_dense_arguments(q, k, v, mask, bias, sinks, scale, softcap, precision)
+    q, scale = positive_scale(q, scale)
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_dim = v.shape[1:]
     group = q_heads // kv_heads
@@ -266,7 +279,7 @@ def _kernel(
     @pl.when(j == 0)
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        sink = None if sink_ref is None else sink_ref[0, 0] * (1.0 / kept)
+        sink = None if sink_ref is None else sink_as_kept(sink_ref[0, 0], kept * LOG2E)
         m_ref[...], l_ref[...] = with_sink(jnp.full_like(m_ref, LOWEST), sink, kept * LOG2E)
 
     def keys(t) -> pl.Slice:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
+from .arithmetic import positive_scale
 from .blocks import LANES, choose_blocks, length_last
 from .forward_kernel import Layout, Plan, kernel
 from .ranges import (
@@ -61,7 +62,7 @@ def forward(
 
     Raises ValueError when shapes, dtypes or options do not fit together.
     """
-    check_arguments(q, k, v, starts, ends, key_valid, sinks, softcap, precision)
+    check_arguments(q, k, v, starts, ends, key_valid, sinks, scale, softcap, precision)
     return attend(
         q, k, v, starts, ends, key_valid, sinks,
         scale=scale, softcap=softcap, block_q=block_q, block_kv=block_kv, precision=precision,
@@ -91,7 +92,7 @@ def forward_with_lse(
     lse is the natural logarithm of the sum of the exponentials of a row's visible scores, the sink's included; -inf
     for rows that see no key.
     """
-    check_arguments(q, k, v, starts, ends, key_valid, sinks, softcap, precision)
+    check_arguments(q, k, v, starts, ends, key_valid, sinks, scale, softcap, precision)
     if sinks is not None and key_valid is not None:  # such a row's sum would hold the sink
         starts, ends = drop_ranges_without_valid_keys(starts, ends, key_valid)
     return attend(
@@ -115,9 +116,7 @@ def attend(
     kv_heads, kv_len, v_dim = v.shape[1:]
     group = q_heads // kv_heads
     q = q.reshape(batch, kv_heads, group, q_len, head_dim)
-    if scale <= 0:  # the running maximum is kept on unscaled scores, which needs a positive scale
-        q = -q if scale < 0 else jnp.zeros_like(q)
-        scale = -scale or 1.0
+    q, scale = positive_scale(q, scale)
     blocks, vmem_limit = choose_blocks(q_len, kv_len, head_dim, v_dim, q.dtype.itemsize, block_q, block_kv, vmem_bytes)
     rows, subs, n = blocks.rows, blocks.subs, blocks.kv // blocks.tile
     q_steps, kv_blocks = -(-q_len // (rows * subs)), -(-kv_len // blocks.kv)
@@ -223,4 +222,9 @@ def attend(
         name=name,
     )(*operands.values())
     out = laid(out, layout.out).reshape(batch, q_heads, q_len, v_dim)
-    return (out, lse[0].reshape(batch, q_heads, -1)[..., :q_len]) if with_lse else out
+    if not with_lse:
+        return out
+    (lse,) = (each.reshape(batch, q_heads, -1)[..., :q_len] for each in lse)
+    if sinks is not None:  # never less than the sink; where float32 does not hold sink / scale, the kernel's would be
+        lse = jnp.where(lse > -jnp.inf, jnp.maximum(lse, sinks.astype(jnp.float32)[None, :, None]), lse)
+    return out, lse

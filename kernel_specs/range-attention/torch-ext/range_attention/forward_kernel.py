@@ -29,6 +29,7 @@ from .arithmetic import (
     isolate,
     not_finite,
     score_units,
+    sink_as_kept,
     softmax_step,
     top,
     with_sink,
@@ -266,7 +267,7 @@ class Rows:
 
     def first_sums(self, maximum: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(maximum, sums) before any key: see `with_sink`."""
-        sink = None if self.refs.sink is None else self.refs.sink[...] * (LOG2E / self.step.unit)
+        sink = None if self.refs.sink is None else sink_as_kept(self.refs.sink[...], self.step.unit)
         return with_sink(maximum, sink, self.step.unit)
 
     def softmax(self, s: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_paged_arguments
-from .arithmetic import LOG2E, LOWEST, any_set, column, dot, isolate, not_finite
+from .arithmetic import LOG2E, LOWEST, any_set, column, dot, isolate, not_finite, sink_as_kept
 from .blocks import DEFAULT_VMEM_BYTES, LANES, round_up
 from .ranges import by_block
 
@@ -54,7 +54,7 @@ def paged(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    check_paged_arguments(q, k_pages, v_pages, block_table, starts, ends, sinks, softcap, precision)
+    check_paged_arguments(q, k_pages, v_pages, block_table, starts, ends, sinks, scale, softcap, precision)
     batch, q_heads, q_len, head_dim = q.shape
     pages, page, kv_heads, v_dim = v_pages.shape
     columns, itemsize = page * kv_heads, q.dtype.itemsize
@@ -180,7 +180,7 @@ def _kernel(
             m_ref[...] = jnp.full_like(m_ref, LOWEST)
             l_ref[...] = jnp.zeros_like(l_ref)
         else:
-            sink = column(sink_ref[...], rows) * LOG2E
+            sink = sink_as_kept(column(sink_ref[...], rows), 1.0)
             m = jnp.maximum(sink, LOWEST)
             m_ref[...] = m
             l_ref[...] = jnp.exp2(sink - m)
