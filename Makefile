@@ -19,7 +19,7 @@ test: lint
 
 # The slow proofs that fit the time of CI.
 test-slow:
-	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow tests/offdevice/test_compile_matrix.py tests/models/test_survey.py
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow tests/offdevice/test_compile_matrix.py tests/models/test_survey.py tests/test_properties.py
 
 # Everything: about an hour on two cores.
 test-all: test

@@ -142,7 +142,8 @@ def tpu_attention(
         scaling = query.shape[-1] ** -0.5
     elif isinstance(scaling, torch.Tensor):
         raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
-    _check_numbers(scaling, softcap, dropout)
+    if not compiling:  # a float may be symbolic in a graph, which a comparison would make one of many; kernels check too
+        _check_numbers(scaling, softcap, dropout)
     causal = False
     if attention_mask is None:
         # Continuous batching gives bounds and no mask, whatever the model means by none.
