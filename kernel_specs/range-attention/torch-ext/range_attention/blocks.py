@@ -9,12 +9,15 @@ _SIZES = (
     (512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512),
     (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128),
 )  # fmt: skip
+# Keys and values that a step of `decode` copies: enough to hide what a step costs, few enough to start soon.
+_DECODE_STEP_BYTES = 2 * 2**20
 
 
 class Blocks(NamedTuple):
     """rows: query rows a block; kv: keys copied to VMEM a step; tile: keys in one softmax update (divides kv).
 
-    subs: blocks of query rows that one step works on (only `forward` has more than one).
+    subs: blocks of query rows that one step works on: more than one in `forward`, and in `decode`, where each belongs
+    to a KV head of its own.
     """
 
     rows: int
@@ -105,20 +108,29 @@ def _fit(kv_len: int, block_kv: int, kv: int, tile: int) -> tuple[int, int]:
 def decode_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
     """`vmem_need` for `decode`, in which rows lie along the sublanes."""
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
-    rows, kv, tile, _ = blocks
-    copied = 2 * itemsize * (kv + rows) * (d + dv)
-    carried = 4 * rows * (dv + 4 * LANES)
+    rows, kv, tile, subs = blocks
+    copied = 2 * itemsize * subs * (kv + rows) * (d + dv)
+    carried = 4 * rows * (subs * (dv + 2 * LANES) + 2 * LANES)
     return copied + carried + 4 * rows * (3 * tile + 2 * dv)
 
 
 def choose_decode_blocks(
-    rows: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_kv: int, vmem_bytes: int
+    rows: int, kv_heads: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_kv: int, vmem_bytes: int
 ) -> tuple[Blocks, int]:
-    """`choose_blocks` for `decode`, which takes all `rows` in one block."""
+    """`choose_blocks` for `decode`, which takes all `rows` of a KV head in one block.
+
+    Several KV heads share a step where they can: as much is copied at a time, but less of it lies past a cache's end.
+    """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
     rows = round_up(rows, 32 // itemsize)  # rows of one hardware tile: 8 for float32, 16 for bfloat16
-    for kv, tile in ((2048, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)):
-        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile))
+    sizes = [(1024, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128)]
+    shares = [x for x in range(8, 0, -1) if kv_heads % x == 0]
+    if shares == [1]:
+        sizes.insert(0, (2048, 1024))
+    for kv, tile, heads in ((*size, heads) for size in sizes for heads in shares):
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile), heads)
+        if heads > 1 and heads * blocks.kv * (head_dim + v_dim) * itemsize > _DECODE_STEP_BYTES:
+            continue
         if decode_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)

@@ -1,8 +1,8 @@
 """Decoding: few query rows against a long cache, written in Pallas for TPU.
 
 The query heads of one KV group are packed into the rows of one block, along the sublanes (`forward` has them along the
-lanes, of which it fills at least 128). The grid is (batch, KV head, key block): each key and value is read once, and
-only the key blocks between the lowest start and the highest end are read at all.
+lanes, of which it fills at least 128). The grid is (batch, group of KV heads, key block): each key and value is read
+once, and only the key blocks between the lowest start and the highest end are read at all.
 """
 
 import functools
@@ -47,8 +47,10 @@ def decode(
     packed = q_heads // kv_heads * q_len
     q = q.reshape(batch, kv_heads, packed, head_dim)
     q, scale = positive_scale(q, scale)
-    blocks, vmem_limit = choose_decode_blocks(packed, kv_len, head_dim, v_dim, q.dtype.itemsize, block_kv, vmem_bytes)
-    rows, n = blocks.rows, blocks.kv // blocks.tile
+    blocks, vmem_limit = choose_decode_blocks(
+        packed, kv_heads, kv_len, head_dim, v_dim, q.dtype.itemsize, block_kv, vmem_bytes
+    )
+    rows, n, heads = blocks.rows, blocks.kv // blocks.tile, blocks.subs
     kv_blocks = -(-kv_len // blocks.kv)
     lanes = round_up(rows, LANES)
 
@@ -69,12 +71,12 @@ def decode(
 
     def along_keys(width: int, last: bool) -> pl.BlockSpec:
         if last:
-            return pl.BlockSpec((1, 1, width, blocks.kv), lambda b, h, *rest: (b, h, 0, kv_index(b, h, *rest)))
-        return pl.BlockSpec((1, 1, blocks.kv, width), lambda b, h, *rest: (b, h, kv_index(b, h, *rest), 0))
+            return pl.BlockSpec((1, heads, width, blocks.kv), lambda b, h, *rest: (b, h, 0, kv_index(b, h, *rest)))
+        return pl.BlockSpec((1, heads, blocks.kv, width), lambda b, h, *rest: (b, h, kv_index(b, h, *rest), 0))
 
     operands = [q, *(jnp.swapaxes(x, 2, 3) if last else x for x, last in ((k, k_last), (v, v_last))), ranges]
     in_specs = [
-        pl.BlockSpec((1, 1, rows, head_dim), lambda b, h, j, *_: (b, h, 0, 0)),
+        pl.BlockSpec((1, heads, rows, head_dim), lambda b, h, j, *_: (b, h, 0, 0)),
         along_keys(head_dim, k_last),
         along_keys(v_dim, v_last),
         pl.BlockSpec((1, 2, lanes), lambda b, h, j, *_: (b, 0, 0)),
@@ -86,7 +88,7 @@ def decode(
     if sinks is not None:
         spread = jnp.repeat(sinks.astype(jnp.float32), q_len).reshape(kv_heads, packed)
         operands.append(by_block(spread, rows, lanes))  # [Hkv, 1, lanes]
-        in_specs.append(pl.BlockSpec((1, 1, lanes), lambda b, h, j, *_: (h, 0, 0)))
+        in_specs.append(pl.BlockSpec((heads, 1, lanes), lambda b, h, j, *_: (h, 0, 0)))
 
     steps: int | jax.Array = 1
     if kv_blocks > 1:
@@ -100,13 +102,13 @@ def decode(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(batch, kv_heads, steps),
+            grid=(batch, kv_heads // heads, steps),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec((1, 1, rows, v_dim), lambda b, h, j, *_: (b, h, 0, 0)),
+            out_specs=pl.BlockSpec((1, heads, rows, v_dim), lambda b, h, j, *_: (b, h, 0, 0)),
             scratch_shapes=[
-                pltpu.VMEM((rows, LANES), jnp.float32),
-                pltpu.VMEM((rows, LANES), jnp.float32),
-                pltpu.VMEM((rows, v_dim), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((heads, rows, v_dim), jnp.float32),
                 pltpu.VMEM((rows, LANES), jnp.int32),
                 pltpu.VMEM((rows, LANES), jnp.int32),
             ],
@@ -146,7 +148,7 @@ def _kernel(
     o_ref = next(it)
     m_ref, l_ref, acc_ref, start_ref, end_ref = it
 
-    rows = blocks.rows
+    rows, heads = blocks.rows, blocks.subs
     v_dim = o_ref.shape[-1]
     tile, n = blocks.tile, blocks.kv // blocks.tile
     chunks = range(0, tile, LANES)
@@ -167,44 +169,46 @@ def _kernel(
             m_ref[...] = jnp.full_like(m_ref, LOWEST)
             l_ref[...] = jnp.zeros_like(l_ref)
         else:
-            sink = sink_as_kept(column(sink_ref[0], rows), unit)
-            m = jnp.maximum(sink, LOWEST)
-            # The sums are kept per lane: the sink counts once, in lane 0.
-            lane = lax.broadcasted_iota(jnp.int32, m.shape, 1)
-            m_ref[...] = m
-            l_ref[...] = jnp.where(lane == 0, jnp.exp2((sink - m) * unit), 0.0)
+            for h in range(heads):
+                sink = sink_as_kept(column(sink_ref[h], rows), unit)
+                m = jnp.maximum(sink, LOWEST)
+                # The sums are kept per lane: the sink counts once, in lane 0.
+                lane = lax.broadcasted_iota(jnp.int32, m.shape, 1)
+                m_ref[h] = m
+                l_ref[h] = jnp.where(lane == 0, jnp.exp2((sink - m) * unit), 0.0)
 
-    def keys(t) -> jax.Array:
-        return k_ref[0, 0, :, tile_slice(t)] if k_last else k_ref[0, 0, tile_slice(t), :]
+    def keys(h: int, t) -> jax.Array:
+        return k_ref[0, h, :, tile_slice(t)] if k_last else k_ref[0, h, tile_slice(t), :]
 
-    def values(t) -> jax.Array:
-        return v_ref[0, 0, :, tile_slice(t)] if v_last else v_ref[0, 0, tile_slice(t), :]
+    def values(h: int, t) -> jax.Array:
+        return v_ref[0, h, :, tile_slice(t)] if v_last else v_ref[0, h, tile_slice(t), :]
 
-    def scores(k: jax.Array, last: bool) -> jax.Array:
-        s = dot(q_ref[0, 0], k, (1, 0 if last else 1), precision)
+    def scores(h: int, k: jax.Array, last: bool) -> jax.Array:
+        s = dot(q_ref[0, h], k, (1, 0 if last else 1), precision)
         return jnp.tanh(s * inner) if softcap else s
 
-    def update(s: list[jax.Array], v: jax.Array, last: bool) -> None:
-        """One step of the online softmax. s: the scores of one tile in chunks of LANES keys, hidden ones -inf."""
-        m_old = m_ref[...]
+    def update(h: int, s: list[jax.Array], v: jax.Array, last: bool) -> None:
+        """One step of a head's online softmax. s: the scores of one tile in chunks of LANES keys, hidden ones -inf."""
+        m_old = m_ref[h]
         top = functools.reduce(jnp.maximum, s)
         m_new = jnp.maximum(m_old, jnp.max(top, axis=1, keepdims=True))
         p = [jnp.exp2((x - m_new) * unit) for x in s]
         alpha = jnp.exp2((m_old - m_new) * unit)
-        m_ref[...] = m_new
-        l_ref[...] = alpha * l_ref[...] + functools.reduce(jnp.add, p)
+        m_ref[h] = m_new
+        l_ref[h] = alpha * l_ref[h] + functools.reduce(jnp.add, p)
         weights = jnp.concatenate([x.astype(v.dtype) for x in p], axis=1)
-        acc_ref[...] = acc_ref[...] * over_lanes(alpha, v_dim) + dot(weights, v, (1, 1 if last else 0), precision)
+        acc_ref[h] = acc_ref[h] * over_lanes(alpha, v_dim) + dot(weights, v, (1, 1 if last else 0), precision)
 
     def tile_slice(t) -> pl.Slice:
         return pl.ds(t * tile if isinstance(t, int) else pl.multiple_of(t * tile, tile), tile)
 
-    def full_tile(t, s: jax.Array) -> None:
-        update([s[:, c : c + LANES] for c in chunks], values(t), v_last)
+    def full_tile(h: int, t, s: jax.Array) -> None:
+        update(h, [s[:, c : c + LANES] for c in chunks], values(h, t), v_last)
 
-    def masked_tile(t) -> None:
-        k, v = isolate(flip(keys(t)) if k_last else keys(t), flip(values(t)) if v_last else values(t))
-        s = scores(k, last=False)
+    def masked_tile(h: int, t) -> None:
+        k, v = keys(h, t), values(h, t)
+        k, v = isolate(flip(k) if k_last else k, flip(v) if v_last else v)
+        s = scores(h, k, last=False)
         start, end = start_ref[...], end_ref[...]
         shown = []
         for c in chunks:
@@ -213,7 +217,7 @@ def _kernel(
                 position = jnp.where(valid_ref[0, t, :, c : c + LANES] != 0, position, NO_KEY)
             seen = jnp.logical_and(position >= start, position < end)
             shown.append(jnp.where(seen, s[:, c : c + LANES], -jnp.inf))
-        update(shown, v, last=False)
+        update(h, shown, v, last=False)
 
     def state(t):
         return 1 if state_ref is None else state_ref[b * tiles + base + t]
@@ -231,11 +235,15 @@ def _kernel(
 
     @pl.when(all_full)
     def _():
-        s = scores(keys(0), k_last)
-        for t in range(n):
+        turns = [(h, t) for t in range(n) for h in range(heads)]
+        s = scores(0, keys(0, 0), k_last)
+        for turn, (h, t) in enumerate(turns):
             # The next product is issued before this softmax, so that matrix and vector units work side by side.
-            following = scores(keys(t + 1), k_last) if t + 1 < n else s
-            full_tile(t, s)
+            following = s
+            if turn + 1 < len(turns):
+                next_h, next_t = turns[turn + 1]
+                following = scores(next_h, keys(next_h, next_t), k_last)
+            full_tile(h, t, s)
             s = following
 
     @pl.when(jnp.logical_and(active, jnp.logical_not(all_full)))
@@ -245,11 +253,13 @@ def _kernel(
 
             @pl.when(full)
             def _():
-                full_tile(t, scores(keys(t), k_last))
+                for h in range(heads):
+                    full_tile(h, t, scores(h, keys(h, t), k_last))
 
             @pl.when(jnp.logical_and(jnp.logical_not(full), state(t) != NONE_VALID))
             def _():
-                masked_tile(t)
+                for h in range(heads):
+                    masked_tile(h, t)
 
             return carry
 
@@ -257,8 +267,9 @@ def _kernel(
 
     @pl.when(j == jnp.maximum(used_blocks, 1) - 1)
     def _():
-        total = jnp.sum(l_ref[...], axis=1, keepdims=True)
-        # `start < end` also drops what a row without keys gathered in tiles that are full for its neighbours.
-        nothing = jnp.logical_or(total == 0.0, start_ref[:, :1] >= end_ref[:, :1])
-        out = jnp.where(nothing, 0.0, acc_ref[...] / jnp.where(total == 0.0, 1.0, total))
-        o_ref[0, 0] = out.astype(o_ref.dtype)
+        for h in range(heads):
+            total = jnp.sum(l_ref[h], axis=1, keepdims=True)
+            # `start < end` also drops what a row without keys gathered in tiles that are full for its neighbours.
+            nothing = jnp.logical_or(total == 0.0, start_ref[:, :1] >= end_ref[:, :1])
+            out = jnp.where(nothing, 0.0, acc_ref[h] / jnp.where(total == 0.0, 1.0, total))
+            o_ref[0, h] = out.astype(o_ref.dtype)
