@@ -38,6 +38,7 @@ from .blocks import LANES, Blocks
 from .ranges import BAND, NO_KEY, NONE_VALID
 
 CHAINS = (2, 4)  # full tiles in one straight line of code: more hide more of the latency between tiles
+LONG_CHAINS = (2, 4, 8)  # where a key block is long enough to use them twice
 LONG_CODE_CHAINS = (2,)  # where products take long themselves: latency counts less, and code is six times as long
 NOTHING, TILE, BANDS = 0, 1, 2  # whose scores the next block of rows finds ready
 
@@ -486,7 +487,8 @@ class Rows:
         if refs.tile_state is not None:
             full = jnp.minimum(full, self.state(t))
             none_valid = self.state(t) == NONE_VALID
-        chains = [count for count in (LONG_CODE_CHAINS if self.long_code else CHAINS) if count <= self.step.tiles]
+        chains = LONG_CHAINS if self.step.tiles >= 2 * LONG_CHAINS[-1] else CHAINS
+        chains = [count for count in (LONG_CODE_CHAINS if self.long_code else chains) if count <= self.step.tiles]
         size = 1
         for count in chains:
             size = jnp.where(full >= count, count, size)
