@@ -39,7 +39,7 @@ def known(call: Call, block_q: int = 0, block_kv: int = 0) -> dict[str, np.ndarr
     found = {"lo": bounds.lo, "hi": bounds.hi, "blocks": jnp.asarray(blocks)}
     if blocks.rows == blocks.tile:
         found["triangle"] = ranges.triangular(starts, ends, bounds, blocks.tile)
-    if blocks.kv > ranges.BAND:
+    if blocks.kv > ranges.BAND <= blocks.tile:
         found["band"] = ranges.bands(starts, ends, bounds, blocks.rows, blocks.tile, blocks.kv)
     return {name: np.asarray(x) for name, x in found.items()}
 
@@ -58,6 +58,23 @@ def test_triangles_of_several_documents() -> None:
     call = make_call(1, "bf16", 1, 1, 1, 1536, 1536, 64, starts=rows // 512 * 512, ends=rows + 1)
     assert known(call)["triangle"].tolist() == [1, 1, 1]
     check(call)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", slow("f32")])
+def test_chains_of_full_tiles(dtype: str) -> None:
+    """From 1 to 17 full tiles before the end of what a block of rows sees: chains of eight, four and two, and one left."""
+    tiles = np.array([17, 16, 14, 13, 9, 8, 6, 1])
+    ends = np.repeat(tiles * LANES, LANES)[None]
+    call = make_call(4, dtype, 1, 1, 1, ends.size, 17 * LANES, 64, starts=np.zeros_like(ends), ends=ends)
+    blocks = block_sizes.Blocks(*known(call, LANES, 17 * LANES)["blocks"])
+    assert (blocks.rows, blocks.kv, blocks.tile) == (LANES, 17 * LANES, LANES)
+    check(call, block_q=LANES, block_kv=17 * LANES)
+
+
+@pytest.mark.parametrize("block_kv", [640, 384, slow(896)])
+def test_block_sizes_of_which_only_small_tiles_are_a_part(block_kv: int) -> None:
+    """A wish of 640 keys makes tiles of 128: fewer keys than a band, so there are none."""
+    check(make_call(5, "bf16", 1, 1, 1, 1100, 1100, 64, **causal(1, 1100, width=100)), block_kv=block_kv)
 
 
 @pytest.mark.parametrize("shift", [slow(1), 37, slow(128)])

@@ -10,7 +10,7 @@ _SIZES = (
     (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128),
 )  # fmt: skip
 # Keys and values that a step of `decode` copies: enough to hide what a step costs, few enough to start soon.
-_DECODE_STEP_BYTES = 2 * 2**20
+_DECODE_STEP_BYTES = 3 * 2**20
 
 
 class Blocks(NamedTuple):

@@ -135,7 +135,7 @@ def attend(
     operands |= {name: x for name, x in bounds._asdict().items() if x is not None}
     if key_valid is None and rows == blocks.tile and rows % (2 * LANES) == 0:
         operands["triangle"] = triangular(starts, ends, bounds, blocks.tile)
-    if key_valid is None and blocks.kv > BAND:
+    if key_valid is None and blocks.kv > BAND <= blocks.tile:
         operands["band"] = bands(starts, ends, bounds, rows, blocks.tile, blocks.kv)
     scalars = len(operands)
 

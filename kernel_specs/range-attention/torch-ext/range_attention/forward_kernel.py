@@ -40,6 +40,7 @@ from .ranges import BAND, NO_KEY, NONE_VALID
 CHAINS = (2, 4)  # full tiles in one straight line of code: more hide more of the latency between tiles
 LONG_CHAINS = (2, 4, 8)  # where a key block is long enough to use them twice
 LONG_CODE_CHAINS = (2,)  # where products take long themselves: latency counts less, and code is six times as long
+LATE = 4  # tiles of the shortest chain that counts as long
 NOTHING, TILE, BANDS = 0, 1, 2  # whose scores the next block of rows finds ready
 
 
@@ -304,10 +305,19 @@ class Rows:
     # Each way finds the scores of its first tile in slot 0, and leaves there those of what follows.
 
     def chain(self, t: Any, count: int) -> None:
-        """`count` full tiles from t on, an even number."""
+        """`count` full tiles from t on, an even number.
+
+        In a long chain each product with values is issued a tile late, so that nothing waits for its softmax.
+        """
+        late = None
         for c in range(count):
             self.prepare(t + c + 1, (c + 1) % 2)
-            self.accumulate(*self.softmax(self.refs.scores[c % 2]), self.step.values(t + c))
+            if late is not None:
+                self.accumulate(*late, self.step.values(t + c - 1))
+            late = self.softmax(self.refs.scores[c % 2])
+            if count < LATE or c + 1 == count:
+                self.accumulate(*late, self.step.values(t + c))
+                late = None
 
     def one(self, t: Any, full: bool) -> None:
         """One tile; the next one's scores take the place of this one's."""
