@@ -298,7 +298,8 @@ def check_gradients(
         error = (got.double() - wanted).abs().max().item()
         error_of_torch = (theirs[name].double() - wanted).nan_to_num(nan=0.0).abs().max().item()
         largest = (terms if name == "dsinks" else wanted.abs()).max().item()
-        allowed = 2 * error_of_torch + GRADIENT_ROUNDING[dtype] * largest
+        # Below float32's smallest normal number is 0 on TPUs, and in XLA's programs for CPUs.
+        allowed = 2 * error_of_torch + GRADIENT_ROUNDING[dtype] * largest + torch.finfo(torch.float32).tiny
         assert error <= allowed, f"{name}: max error {error:.3e}, allowed {allowed:.3e}, largest {largest:.3e}"
     assert (made["dq"][dead] == 0).all() and (made["dk"][unseen] == 0).all() and (made["dv"][unseen] == 0).all()
     return made
