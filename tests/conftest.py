@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Read at import of jax, torch_tpu, transformers and huggingface_hub, hence before any of them.
@@ -27,6 +28,25 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("tpu"):
             item.add_marker(pytest.mark.skip(reason="no TPU on this host"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _room_for_programs():
+    """Frees what XLA compiled before a process has as many memory mappings as Linux lets it have (65530 by default).
+
+    XLA's programs for CPUs keep some dozens each; past the limit compiling aborts the process.
+    """
+    yield
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            mappings = sum(1 for _ in maps)
+    except FileNotFoundError:  # no Linux
+        return
+    if mappings > 30_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
