@@ -14,6 +14,7 @@ def test_the_table_has_every_kind_of_call():
     assert {each.sees for each in table.values()} == {"causal", "full", "window", "documents", "filled"}
     assert {each.pass_ for each in table.values()} == {"forward", "decode", "training"}
     assert {name for each in table.values() for name in each.bars} == {"v5e", "v6e", "tpu7x"}
+    assert all(each.bars or each.peak for each in table.values())
 
 
 @pytest.mark.parametrize("name", shapes.load())

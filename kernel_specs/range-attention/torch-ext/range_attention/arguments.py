@@ -6,6 +6,7 @@ import jax.numpy as jnp
 # Factors on scores that float32 holds together with their inverse and with what they are multiplied by.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
+
 def check_arguments(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array,
     key_valid: jax.Array | None, sinks: jax.Array | None, scale: float, softcap: float, precision: str,

@@ -224,7 +224,7 @@ def attend(
     out = laid(out, layout.out).reshape(batch, q_heads, q_len, v_dim)
     if not with_lse:
         return out
-    (lse,) = (each.reshape(batch, q_heads, -1)[..., :q_len] for each in lse)
+    sums = lse[0].reshape(batch, q_heads, -1)[..., :q_len]
     if sinks is not None:  # never less than the sink; where float32 does not hold sink / scale, the kernel's would be
-        lse = jnp.where(lse > -jnp.inf, jnp.maximum(lse, sinks.astype(jnp.float32)[None, :, None]), lse)
-    return out, lse
+        sums = jnp.where(sums > -jnp.inf, jnp.maximum(sums, sinks.astype(jnp.float32)[None, :, None]), sums)
+    return out, sums
