@@ -9,8 +9,8 @@ import torch
 
 from tpu_kernels.reasons import REASONS
 from tpu_kernels.request import AttentionRequest
-from tpu_kernels.routing import decide
-from tpu_kernels.specs import load_specs
+from tpu_kernels.routing import decide, pick_function
+from tpu_kernels.specs import KernelFunction, load_specs
 
 PLAIN = AttentionRequest(
     batch=2,
@@ -61,6 +61,12 @@ def test_decode_takes_calls_whose_packed_rows_fit():
     assert route(q_len=1).function == "decode"
     assert route(q_len=limit // 4).function == "decode"
     assert route(q_len=limit // 4 + 1).function == "forward"
+
+
+@pytest.mark.parametrize(("name", "paged"), [("decode", False), ("paged", True)])
+def test_a_function_without_a_bound_takes_any_number_of_rows(name, paged):
+    kernel = dataclasses.replace(spec(), functions=(KernelFunction("forward"), KernelFunction(name)))
+    assert pick_function(dataclasses.replace(PLAIN, q_len=4096, paged=paged), kernel) == name
 
 
 @pytest.mark.parametrize("mask", ["dense_bool", "dense_float"])

@@ -124,11 +124,11 @@ def pick_function(request: AttentionRequest, spec: KernelSpec) -> str:
         return "forward_dense"
     if request.needs_grad:
         return "forward_with_lse"
-    for function in spec.functions:
-        if function.name == "paged" and request.paged:
-            if not function.max_packed_rows or request.q_len * request.q_heads <= function.max_packed_rows:
-                return "paged"
-    for function in spec.functions:
-        if function.name == "decode" and request.q_len * request.group_size <= function.max_packed_rows:
-            return "decode"
+    packed = [("decode", request.q_len * request.group_size)]
+    if request.paged:
+        packed.insert(0, ("paged", request.q_len * request.q_heads))
+    bounds = {function.name: function.max_packed_rows for function in spec.functions}
+    for name, rows in packed:
+        if name in bounds and rows <= (bounds[name] or rows):  # 0 is no bound
+            return name
     return "forward"
