@@ -15,15 +15,16 @@ audit:
 	@python=$$(tools/bootstrap) && tools/audit "$$python"
 
 test: lint
-	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow" $(PARALLEL)
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "not slow and not thorough" $(PARALLEL)
 
-# The slow proofs that fit the time of CI.
+# What CI has time for beside the fast loop.
 test-slow:
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "thorough and not slow" $(PARALLEL)
 	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow tests/offdevice/test_compile_matrix.py tests/models/test_survey.py tests/test_properties.py
 
 # Everything: about an hour on two cores.
 test-all: test
-	@python=$$(tools/bootstrap) && "$$python" -m pytest -m slow
+	@python=$$(tools/bootstrap) && "$$python" -m pytest -m "slow or thorough"
 
 wheel:
 	@python=$$(tools/bootstrap) && "$$python" -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -96,6 +96,7 @@ def test_it_passes_the_whole_suite(tmp_path, alone):
     assert report.claims is not None and report.claims.max_head_dim == 256 and report.claims.unproved == ()
 
 
+@pytest.mark.thorough
 def test_what_is_declared_and_wrong_is_not_claimed(tmp_path, alone, monkeypatch):
     few(monkeypatch, *SOME)
     folder = scaffold.write_kernel("wrong-kernel", tmp_path)

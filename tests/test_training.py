@@ -149,7 +149,7 @@ def test_the_lse_is_differentiable():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it itself
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_opcheck(sinks):
     """Schema, fakes, autograd registration, and AOTAutograd with fixed and with symbolic sizes."""
     q, k, v = tensors(5, 9)

@@ -149,6 +149,7 @@ def many(examples: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.thorough
 def test_random_models_equal_eager():
     assert many(5)["equal"] >= 4
 

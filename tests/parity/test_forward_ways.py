@@ -192,6 +192,7 @@ def rows_and_keys(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int, in
     return np.clip(starts, 0, kv_len), np.clip(ends, 0, kv_len), kv_len, rows, draw(st.sampled_from([512, 1024]))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(rows_and_keys())
 def test_bands_hold_all_that_their_rows_see(case: tuple[np.ndarray, np.ndarray, int, int, int]) -> None:

@@ -165,6 +165,7 @@ def test_softcap_and_sinks_together() -> None:
     check_gradients(make_call(11, "f32", 1, 2, 1, 40, 150, 16, softcap=2.0, sinks=sinks, **scattered(3, 1, 40, 150)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [-0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_scales(scale: float) -> None:
     check_gradients(make_call(12, "f32", 1, 2, 1, 16, 140, 64, scale=scale, **causal(1, 16, 140)))
@@ -223,6 +224,7 @@ POISONS = [float("nan"), float("inf"), -float("inf"), 3e38]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.thorough
 @pytest.mark.parametrize("v_dim", [32, pytest.param(48, marks=pytest.mark.slow)])
 def test_hidden_slots_do_not_leak(v_dim: int, dtype: str) -> None:
     """Poison in keys and values that no row sees, and in queries that see no key, changes no bit of any gradient."""

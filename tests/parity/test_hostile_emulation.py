@@ -40,7 +40,9 @@ CASES = {
 @pytest.mark.parametrize(
     "extras", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "all extras"]
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [
+    pytest.param(name, marks=[pytest.mark.thorough] if "two tiles" in name else []) for name in CASES
+])  # fmt: skip
 def test_checking_interpreter(case: str, extras: bool) -> None:
     function, options = CASES[case]
     q_len = 3 if function == "decode" else 33
@@ -62,7 +64,7 @@ def test_checking_interpreter(case: str, extras: bool) -> None:
 @pytest.mark.parametrize(("way", "width", "length", "options"), [
     ("triangles", 0, 600, {}),
     ("bands", 128, 600, {}),
-    ("steps of several blocks of rows", 300, 1100, dict(block_q=128, block_kv=512)),
+    pytest.param("steps of several blocks of rows", 300, 1100, dict(block_q=128, block_kv=512), marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_ways_of_forward(way: str, width: int, length: int, options: dict[str, int]) -> None:
     """Which way such a call takes is shown in test_forward_ways; here two heads share what is known of a key block."""

@@ -388,6 +388,7 @@ SMALL = [  # function, batch, heads, KV heads, q_len, kv_len, dim, block_q, bloc
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("examples", [30, pytest.param(240, marks=pytest.mark.slow)])
 def test_any_ranges(examples: int) -> None:
     settings(max_examples=examples, deadline=None, derandomize=True)(given(data=st.data())(any_ranges))()
