@@ -37,11 +37,16 @@ def same(got, want, atol=1e-5):
     torch.testing.assert_close(got, want, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("bart", marks=pytest.mark.slow)])
 def test_beam_search_reorders_the_cache(name):
     ids, mask = prompts((0, 3, 7))
-    want, got = (generate(model, ids, mask, "dynamic", num_beams=3) for model in (pair(DECODERS[name])))
+    tiny = DECODERS.get(name, BART)
+    if tiny is BART:
+        ids, mask = ids.flip(1), mask.flip(1)
+    want_model, model = pair(tiny)
+    want, got = (generate(each, ids, mask, "dynamic", num_beams=3) for each in (want_model, model))
     assert torch.equal(got.sequences, want.sequences)
+    assert routes(model) == KERNEL
 
 
 def test_assisted_decoding_has_several_queries_after_a_cache():
@@ -83,6 +88,77 @@ def test_output_attentions_is_a_told_fallback_with_the_weights():
         same(got.transpose(1, 2)[real], want.transpose(1, 2)[real])
     same(outputs[1].logits[real], outputs[0].logits[real])
     assert routes(model) == {("eager", "output_attentions")}
+
+
+def test_generation_that_returns_weights_is_a_told_fallback_at_every_step():
+    """As contrastive search and DoLa ask for them, with hidden states, and with padding."""
+    ids, mask = prompts((0, 3, 7))
+    want_model, model = pair(DECODERS["gemma2"])
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    want, got = (generate(each, ids, mask, "dynamic", **asked) for each in (want_model, model))
+    assert torch.equal(got.sequences, want.sequences)
+    assert len(got.attentions) == len(got.hidden_states) == NEW
+    real = mask.bool()
+    for step, (ours, theirs) in enumerate(zip(got.attentions, want.attentions, strict=True)):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a is not None
+            same(a.transpose(1, 2)[real] if step == 0 else a, b.transpose(1, 2)[real] if step == 0 else b)
+    for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            same(a[real] if a.shape[1] > 1 else a, b[real] if b.shape[1] > 1 else b)
+    assert routes(model) == {("eager", "output_attentions")}
+
+
+def test_contrasting_layers_stays_on_the_kernel():
+    """DoLa: the last layer's logits less those of an earlier layer. It reads hidden states, no weights."""
+    ids, mask = prompts((0, 3, 7))
+    found = []
+    for model in pair(DECODERS["llama"]):
+        cache, step, attend, logits = transformers.DynamicCache(config=model.config), ids, mask, []
+        for _ in range(NEW):
+            with torch.no_grad():
+                out = model(step, attention_mask=attend, past_key_values=cache, output_hidden_states=True)
+            early = model.lm_head(model.model.norm(out.hidden_states[1][:, -1])).log_softmax(-1)
+            logits.append((out.logits[:, -1].log_softmax(-1) - early).detach())
+            step = logits[-1].argmax(-1, keepdim=True)
+            attend = torch.cat((attend, torch.ones_like(step)), 1)
+        found.append(torch.stack(logits))
+    assert found[0].abs().max() > 1e-3  # the layers differ
+    same(found[1], found[0])
+    assert routes(model) == KERNEL
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_contrastive_search_repeats_and_selects_the_cache(name):
+    """Each prompt's cache is repeated for its likeliest tokens, one of which is kept: that least like what was before."""
+    ids, mask = prompts((0, 3, 7))
+    wide, found = 3, []
+    for model in pair(DECODERS[name]):
+        cache, penalties = transformers.DynamicCache(config=model.config), []
+        with torch.no_grad():
+            out = model(ids, attention_mask=mask, past_key_values=cache, output_hidden_states=True)
+            before, logits, attend, tokens = out.hidden_states[-1], out.logits[:, -1], mask, []
+            for _ in range(NEW):
+                odds, chosen = logits.softmax(-1).topk(wide, -1)
+                cache.batch_repeat_interleave(wide)
+                attend = torch.cat((attend, attend.new_ones(len(ids), 1)), 1)
+                out = model(
+                    chosen.reshape(-1, 1), attention_mask=attend.repeat_interleave(wide, 0), past_key_values=cache,
+                    output_hidden_states=True,
+                )  # fmt: skip
+                after = out.hidden_states[-1].unflatten(0, (-1, wide))[:, :, 0]
+                near = torch.cosine_similarity(after[:, :, None], before[:, None], dim=-1)
+                near = near.masked_fill(attend[:, None, :-1] == 0, -1).amax(-1)
+                penalties.append(near)
+                best = (0.4 * odds - 0.6 * near).argmax(-1)
+                rows = torch.arange(len(ids)) * wide + best
+                cache.batch_select_indices(rows)
+                logits, before = out.logits[rows, -1], torch.cat((before, out.hidden_states[-1][rows]), 1)
+                tokens.append(chosen.gather(1, best[:, None]))
+        found.append((torch.cat(tokens, 1), torch.stack(penalties)))
+    assert torch.equal(found[1][0], found[0][0])
+    same(found[1][1], found[0][1])
+    assert routes(model) == KERNEL
 
 
 def test_attention_dropout_in_training_is_a_told_fallback():
@@ -389,6 +465,33 @@ def test_gemma4_has_wider_heads_in_full_layers(cache, shared):
     same(torch.stack(got.logits), torch.stack(want.logits))
     assert routes(model) == KERNEL
     assert {layer.self_attn.head_dim for layer in model.model.layers} == {16, 32}
+
+
+@pytest.mark.slow
+def test_gemma4_with_the_head_sizes_that_it_has():
+    """512 in full layers, 256 in layers with a window."""
+    ids, mask = prompts((0, 3, 7))
+    want_model, model = pair(GEMMA4, head_dim=256, global_head_dim=512)
+    want, got = generate(want_model, ids, mask, "static"), generate(model, ids, mask, "static")
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(model) == KERNEL
+    assert {layer.self_attn.head_dim for layer in model.model.layers} == {256, 512}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_latent_attention_with_the_head_sizes_that_deepseek_has(cache):
+    """192 of query and key, 128 of value."""
+    ids, mask = prompts((0, 3, 7))
+    sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    want_model, model = pair(DEEPSEEK, **sizes)
+    want, got = generate(want_model, ids, mask, cache), generate(model, ids, mask, cache)
+    assert torch.equal(got.sequences, want.sequences)
+    same(torch.stack(got.logits), torch.stack(want.logits))
+    assert routes(model) == KERNEL
+    attention = model.model.layers[0].self_attn
+    assert (attention.qk_head_dim, attention.v_head_dim) == (192, 128)
 
 
 def test_gemma4_audio_gets_the_masks_that_it_is_made_for():
