@@ -21,7 +21,7 @@ def test_every_head_size_compiles(target, capsys):
         for function, lengths in LENGTHS.items()
     ]
     budget = vmem_budget(target)
-    results = compile_all([cell.job(target, MODULE, budget) for cell in cells], workers=2, timeout=300)
+    results = list(compile_all([cell.job(target, MODULE, budget) for cell in cells], workers=2, timeout=300))
     with capsys.disabled():
         print(f"\ncompiled for {target}: VMEM of the kernel in MiB, HBM beyond operands and results in KiB")
         for cell, result in zip(cells, results, strict=True):

@@ -199,7 +199,10 @@ def schedule_function(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     from . import compiler
 
     traced, lowered, seconds = compiler.lower_function(job, stage)
-    values = {int(position): np.load(path) for position, path in job["values"].items()}
+    values = {
+        int(position): np.load(path).astype(job["arguments"][int(position)]["dtype"])  # numpy keeps no bfloat16 in files
+        for position, path in job["values"].items()
+    }
     present = [position for position, each in enumerate(job["arguments"]) if each is not None]
     scalars = scalar_operands(traced.jaxpr, [values.get(position) for position in present])
     dump = _Dump()
