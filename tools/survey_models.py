@@ -186,6 +186,7 @@ def candidate_inputs(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         frames = getattr(source, "num_frames", 0)
         everything["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
         everything["pixel_values_videos"] = torch.randn(2, frames or 2, channels, height, width, generator=generator)
+    patches, grid = _packed_patches(config, generator)
     mels = next((getattr(part, "num_mel_bins", 0) for part in _parts(config) if getattr(part, "num_mel_bins", 0)), 16)
     everything["input_values"] = torch.randn(2, 4000, generator=generator)
     features = torch.randn(2, mels, 80, generator=generator)
@@ -203,6 +204,13 @@ def candidate_inputs(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         ("audio", [], {"input_values": everything["input_values"][:, None]}),
         ("audio", [], {"input_values": features.transpose(1, 2).contiguous()}),
         ("text and audio", text, {"input_features": features}),
+        ("audio and mask", [], {"input_features": features, "input_features_mask": _frames_mask(80)}),
+        ("text and boxes", text, {"bbox": _boxes(generator)}),
+        ("text and boxes", text, {"bbox": _boxes(generator) / 1000}),
+        ("packed images", [], {"hidden_states": patches.flatten(1), "grid_thw": grid}),
+        ("packed images", [], {"pixel_values": patches.flatten(1), "grid_thw": grid, "merge_sizes": torch.full((2,), 2)}),
+        ("packed images", [], {"pixel_values": patches[:, :, 0], "grid_thw": grid}),
+        ("text and padded image", text, _padded_patches(patches, grid)),
     ):
         made = {name: everything[name] for name in wanted if name in everything and name in names}
         made |= {name: value for name, value in changes.items() if value is not None and name in names}
@@ -221,6 +229,48 @@ def _text_inputs(model: Any, generator: Any) -> dict[str, Any]:
     ids[0, padding] = 0
     mask[0, padding] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def _frames_mask(frames: int) -> Any:
+    import torch
+
+    mask = torch.ones(2, frames, dtype=torch.long)
+    mask[0, frames - 8 * PAD :] = 0
+    return mask
+
+
+def _boxes(generator: Any) -> Any:
+    """A box on the page for each token of `_text_inputs`: left, top, right, bottom, of 1000."""
+    import torch
+
+    corners = torch.randint(0, 1000, (2, LENGTH, 2, 2), generator=generator).sort(dim=2).values
+    return corners.flatten(2)
+
+
+def _packed_patches(config: Any, generator: Any) -> tuple[Any, Any]:
+    """Patches [n, channels, time, height, width] of two images one after the other, and how many each has [2, 3]."""
+    import torch
+
+    source = next((part for part in _parts(config) if getattr(part, "patch_size", None)), config)
+
+    def size(*names: str) -> int:
+        value = next((getattr(source, name) for name in names if getattr(source, name, None)), 1)
+        return value if isinstance(value, int) else value[0]
+
+    grid = torch.tensor([[1, 4, 6], [1, 4, 4]])
+    side, channels = size("patch_size"), size("in_channels", "num_channels", "in_chans")
+    shape = (int(grid.prod(1).sum()), 3 if channels == 1 else channels, size("temporal_patch_size", "patch_temporal"), side, side)
+    return torch.randn(shape, generator=generator), grid
+
+
+def _padded_patches(patches: Any, grid: Any) -> dict[str, Any]:
+    """The two images of `_packed_patches` beside each other, the smaller one padded."""
+    import torch
+
+    counts = grid.prod(1).tolist()
+    images = torch.nn.utils.rnn.pad_sequence(patches.flatten(1).split(counts), batch_first=True)
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    return {"pixel_values": images, "pixel_attention_mask": mask.long(), "spatial_shapes": grid[:, 1:]}
 
 
 def _parts(config: Any) -> Iterator[Any]:
