@@ -15,7 +15,7 @@ import torch._dynamo
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 import tpu_kernels
-from tpu_kernels import attention, masks, scaffold
+from tpu_kernels import attention, bridge, masks, scaffold
 
 from .models.tiny_models import DECODERS
 from .test_attention import Layer, close, tensors
@@ -23,13 +23,13 @@ from .test_attention import Layer, close, tensors
 ROOT = Path(__file__).parents[1]
 
 
-def run_script(folder: Path, code: str, *arguments: str) -> str:
-    """Standard output of `code`, run as a file in a process of its own, given up after 5 minutes."""
+def run_script(folder: Path, code: str, *arguments: str, limit: int = 300) -> str:
+    """Standard output of `code`, run as a file in a process of its own, given up after `limit` seconds."""
     script = folder / "script.py"
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=limit
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -281,6 +281,70 @@ def test_memory_over_10000_shapes(tmp_path):
     assert told["plans"] <= attention._MOST_PLANS
     # What explain() lists of a shape stays until reset(); plans do not add up.
     assert told["whole"] - told["half"] < 5000 * 500
+
+
+# A small kernel, or the packaged one: what is measured is what the emulation keeps of a compiled program.
+MANY_PROGRAMS = """
+import gc, json, sys
+from unittest import mock
+import torch
+import tpu_kernels
+from tpu_kernels import attention, bridge, ops
+
+COUNT, SMALL = int(sys.argv[1]), sys.argv[2] == "small"
+torch.set_num_threads(1)
+tpu_kernels.register()
+module = torch.nn.Identity()
+
+def small(q, k, v, mask, sinks, scale, softcap, causal, has_validity, precision, block_q, block_kv, vmem_bytes):
+    return q * scale + v.sum(2, keepdims=True)
+
+def resident():
+    gc.collect()
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+
+marks, most = [], 0
+build = (lambda spec, function: bridge.emulated(small)) if SMALL else ops._emulated
+with mock.patch.object(ops, "_emulated", build), torch.no_grad():
+    for number in range(COUNT):
+        length = 70 + number // 97
+        q, k = torch.ones(1, 1, 70 + number % 97, 8), torch.ones(1, 1, length, 8)
+        got, _ = attention.tpu_attention(module, q, k, k, None, is_causal=False)
+        want = q.transpose(1, 2) * 8**-0.5 + length if SMALL else torch.ones_like(q).transpose(1, 2)
+        assert torch.allclose(got, want), (number, got, want)
+        if number % (COUNT // 20) == COUNT // 20 - 1:
+            marks.append(round(resident()))
+            most = max(most, bridge.mappings())
+print(json.dumps({"MiB": marks, "most mappings": most, "shapes": len(tpu_kernels.explain().shapes)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "count"), [("small", 10_000), ("range-attention", 400)])
+def test_programs_of_many_shapes_are_freed(kernel, count, tmp_path):
+    told = json.loads(run_script(tmp_path, MANY_PROGRAMS, str(count), kernel, limit=7200))
+    print(told)
+    assert told["shapes"] == count and told["most mappings"] < 40_000
+    marks = told["MiB"]
+    # The first tenth loads libraries and fills the room that there is; from then on memory is that of 256 programs at most.
+    assert max(marks[10:]) < 1.15 * max(marks[2:10])
+
+
+def test_programs_past_the_bound_are_freed_and_made_again(monkeypatch):
+    traced = []
+    monkeypatch.setattr(bridge, "_programs", bridge._Programs())
+    monkeypatch.setattr(bridge, "_MOST_PROGRAMS", 3)
+
+    def twice(q, factor):
+        traced.append(q.shape)
+        return q * factor
+
+    run = bridge.emulated(twice, ("factor",))
+    for sizes, want in (((1, 2, 1, 2), 2), ((3,), 3), ((1,), 4), ((1, 3), 5)):
+        for size in sizes:
+            assert torch.equal(run(torch.ones(size), 2.0), torch.full((size,), 2.0))
+        assert len(traced) == want
 
 
 def test_plans_are_bounded(monkeypatch):

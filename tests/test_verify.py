@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from tpu_kernels import cli, verify
+from tpu_kernels import cli, cli_verify, verify
 
 
 def cases(*names: str):
@@ -39,8 +41,10 @@ def test_the_whole_suite_passes_on_the_tpu():
 
 
 def test_the_command_reports_and_exits_with_0(few, tmp_path):
-    page = tmp_path / "report.html"
-    result = CliRunner().invoke(cli.app, ["verify", "--json", "--html", str(page)], env={"COLUMNS": "200"})
+    page, plot = tmp_path / "report.html", tmp_path / "report.svg"
+    result = CliRunner().invoke(
+        cli.app, ["verify", "--json", "--html", str(page), "--plot", str(plot)], env={"COLUMNS": "200"}
+    )
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["passed"] and document["what"] == "emulated on CPU"
@@ -48,6 +52,23 @@ def test_the_command_reports_and_exits_with_0(few, tmp_path):
     assert {each["name"] for each in document["results"]} >= {"left padding", "softcap", "NaN in hidden keys"}
     text = page.read_text()
     assert "softcap" in text and "data:image/png;base64," in text
+    drawn = plot.read_text()
+    assert all(f"{each['name']}   {each['shape']}" in drawn for each in document["results"] if each["group"] == "parity")
+
+
+def test_a_failed_check_without_a_number_is_drawn(tmp_path):
+    broken = verify.Result("parity", "broken", False, "", math.inf, 1e-6, 1e-7, "", "float32", "B1 H1/1 2x3 D64")
+    report = verify.Report("emulated on CPU", "cpu", {}, (broken, replace(broken, name="raised", error=math.nan)))
+    cli_verify.draw(report, tmp_path / "report.svg")
+    drawn = (tmp_path / "report.svg").read_text()
+    assert "FAILED: broken   B1 H1/1 2x3 D64" in drawn and "FAILED: raised" in drawn
+    cli_verify.write_html(report, tmp_path / "report.html")
+    assert "FAIL" in (tmp_path / "report.html").read_text()
+
+
+def test_a_file_after_json_is_not_taken_for_a_kernel():
+    result = CliRunner().invoke(cli.app, ["verify", "--json", "report.json"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "--json takes no file: tpu-kernels verify --json > report.json" in result.output
 
 
 @pytest.mark.parametrize(

@@ -223,19 +223,67 @@ def _to_jax(tensor: torch.Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
+# XLA's program of one emulated kernel keeps some 10 MB and 200 to 500 memory mappings. Linux gives a process 65530 of
+# these (vm.max_map_count), and aborts it inside XLA when they run out.
+MOST_MAPPINGS = 30_000
+_MOST_PROGRAMS = 256
+
+
+def mappings() -> int:
+    """How many memory mappings this process has; 0 where the system does not tell (it is no Linux)."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except FileNotFoundError:
+        return 0
+
+
+class _Programs:
+    """The compiled emulations of all ops. When they are many, all are freed: shapes met again are compiled again."""
+
+    def __init__(self) -> None:
+        self._jitted: list[Any] = []
+        self._made = self._looked = 0
+
+    def jit(self, call: Callable[..., Any], static: tuple[str, ...]) -> Any:
+        @functools.wraps(call)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self._made += 1
+            return call(*args, **kwargs)
+
+        jitted = jax.jit(traced, static_argnames=static)
+        self._jitted.append(jitted)
+        return jitted
+
+    def bound(self) -> None:
+        """To be called after each run; looks only where it compiled something."""
+        if self._made == self._looked:
+            return
+        self._looked = self._made
+        if self._made >= _MOST_PROGRAMS or mappings() > MOST_MAPPINGS:
+            for each in self._jitted:
+                each.clear_cache()
+            self._made = self._looked = 0
+
+
+_programs = _Programs()
+
+
 def emulated(call: Callable[..., Any], static: tuple[str, ...] = STATIC) -> Callable[..., Any]:
     """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static.
 
     static: names of its parameters that are no tensors.
     """
     keep_jax_off_the_tpu()
-    jitted = jax.jit(call, static_argnames=static)
+    jitted = _programs.jit(call, static)
 
     def run(*arguments: Any) -> Any:
         with jax.default_device(_cpu()):
             made = jitted(*(_to_jax(each) if isinstance(each, torch.Tensor) else each for each in arguments))
         # jax computes asynchronously and torch knows of no event to wait for.
-        return jax.tree.map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(made))
+        made = jax.block_until_ready(made)
+        _programs.bound()
+        return jax.tree.map(torch.utils.dlpack.from_dlpack, made)
 
     return run
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import io
 import json
 import sys
 from pathlib import Path
@@ -67,8 +65,13 @@ def verify(
             help="Check this kernel alone: an installed one, a kernel folder, or a Hub repository ORG/REPO[@vN or @COMMIT].",
         ),
     ] = "",
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON instead of a table; keep it by: --json > report.json")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Also write the report, with a plot, to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the errors by shape to this file (.png, .svg or .pdf).")
+    ] = None,
 ) -> None:
     """Check kernels on this machine's TPU, or emulated on CPU: numbers, invariances, known answers.
 
@@ -78,15 +81,18 @@ def verify(
 
     Example: tpu-kernels verify my-kernel/ --html report.html
     """
-    if html is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint="--html")
-        if not html.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{html.resolve().parent} is not a folder", param_hint="--html")
+    if kernel.endswith((".json", ".html", ".png", ".svg", ".pdf")):
+        raise typer.BadParameter(
+            f"{kernel} is read as the name of a kernel. --json takes no file: tpu-kernels verify --json > report.json. "
+            "Other files have options of their own: --html FILE, --plot FILE.",
+            param_hint="[KERNEL]",
+        )
+    cli_plan.check_picture(html, "--html", (".html", ".htm"))
+    cli_plan.check_picture(plot, "--plot")
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from . import hub, lookup
-    from .verify import checks, find_device, write_html
+    from .verify import checks, find_device
     from .verify import verify as run
 
     device, what = find_device()
@@ -101,15 +107,14 @@ def verify(
     except (SpecError, hub.KernelLoadError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    told = cli_verify.tables(report)
     if as_json:
         print(report.to_json())
     else:
-        Console().print(*told, sep="\n")
+        Console().print(*cli_verify.tables(report), sep="\n")
     if html is not None:
-        recorded = Console(record=True, file=io.StringIO(), width=140)
-        recorded.print(*told, sep="\n")
-        write_html(report, html, recorded.export_html())
+        cli_verify.write_html(report, html)
+    if plot is not None:
+        cli_verify.draw(report, plot)
     raise typer.Exit(not report.passed)
 
 

@@ -38,13 +38,7 @@ def plan(
     from .offdevice.plan import PlanError, make_plan, read_config
     from .offdevice.targets import UnknownTargetError
 
-    if plot is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint="--plot")
-        if plot.suffix not in {".png", ".svg", ".pdf"}:
-            raise typer.BadParameter(f"{plot.name} is none of .png, .svg, .pdf", param_hint="--plot")
-        if not plot.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{plot.resolve().parent} is not a folder", param_hint="--plot")
+    check_picture(plot, "--plot")
     progress = Console(stderr=True)
     try:
         config = read_config(model)
@@ -66,6 +60,18 @@ def plan(
     if plot is not None:
         _draw(made, plot)
     raise typer.Exit(not made.ok)
+
+
+def check_picture(path: Path | None, option: str, suffixes: tuple[str, ...] = (".png", ".svg", ".pdf")) -> None:
+    """Refuse, before any work, a file that a plot cannot be written to. Raises typer.BadParameter."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint=option)
+    if path.suffix not in suffixes:
+        raise typer.BadParameter(f"{path.name} is none of {', '.join(suffixes)}", param_hint=option)
+    if not path.resolve().parent.is_dir():
+        raise typer.BadParameter(f"{path.resolve().parent} is not a folder", param_hint=option)
 
 
 def _print(made: Plan, console: Console) -> None:

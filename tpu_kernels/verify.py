@@ -12,18 +12,15 @@ what the kernel may claim.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import io
 import json
 import math
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +62,12 @@ class Case:
     holes: int = 0
     masked: bool = True
 
+    @property
+    def shape(self) -> str:
+        """The sizes, such as "B2 H4/2 40x257 D192/128": batch, query and KV heads, queries x keys, head sizes."""
+        dims = f"{self.head_dim}/{self.v_head_dim}" if self.v_head_dim else f"{self.head_dim}"
+        return f"B{self.batch} H{self.q_heads}/{self.kv_heads} {self.q_len}x{self.kv_len} D{dims}"
+
     def asks_for(self) -> frozenset[str]:
         """What a kernel that does this case right has shown to do, as `Claims` names it."""
         features = {
@@ -86,6 +89,7 @@ class Result:
     """Outcome of one check. error and allowed are absolute, in the unit of the output; NaN where a check has no error.
 
     refused: the reason code with which the kernel's spec.toml refused the call; then nothing was checked.
+    dtype, shape: of the call of a parity check, as `Case` has them; "" elsewhere.
     """
 
     group: str
@@ -96,6 +100,8 @@ class Result:
     allowed: float = math.nan
     sdpa_error: float = math.nan
     refused: str = ""
+    dtype: str = ""
+    shape: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,6 +199,9 @@ def parity_cases(large: bool) -> list[Case]:
     return cases
 
 
+_GRADIENTS = Case("gradients", pads=(5, 0), q_len=72, kv_len=72, dtype="float32")
+
+
 class _Refused(Exception):
     """The kernel's spec.toml does not promise to do the call; args[0] is the reason code."""
 
@@ -206,8 +215,10 @@ class Suite:
     def run(self, large: bool) -> Iterator[Result]:
         """Every check, one after another."""
         for case in parity_cases(large):
-            yield _guarded("parity", case.name, functools.partial(self.parity, case))
-        yield _guarded("parity", "gradients", self.gradients)
+            result = _guarded("parity", case.name, functools.partial(self.parity, case))
+            yield dataclasses.replace(result, dtype=case.dtype, shape=case.shape)
+        result = _guarded("parity", _GRADIENTS.name, self.gradients)
+        yield dataclasses.replace(result, dtype=_GRADIENTS.dtype, shape=_GRADIENTS.shape)
         for check in (self.same_bits_twice, self.batch_order, self.batch_size, self.padding, self.chunks):
             yield _guarded("invariance", check.__name__, check)
         for check in (self.one_hot_window, self.hidden_keys_are_not_read, self.grouped_heads):
@@ -254,7 +265,7 @@ class Suite:
 
     def gradients(self) -> Result:
         """The gradients of q, k, v against float64, and SDPA's against the same."""
-        case = Case("gradients", pads=(5, 0), q_len=72, kv_len=72, dtype="float32")
+        case = _GRADIENTS
         q, k, v, _, visible, mask = make(case)
         shape = (case.batch, case.q_len, case.q_heads, case.head_dim)
         weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -513,29 +524,6 @@ def verify(progress: Callable[[Result], None] = lambda result: None, kernel: Ker
             versions[name] = "not installed"
     claimed = None if kernel is None else claims(tuple(results), device, kernel)
     return Report(what, device, versions, tuple(results), subject, claimed)
-
-
-def write_html(report: Report, path: Path, table_html: str) -> None:
-    """The report as one HTML file: the table, and a plot of error by head size (needs matplotlib)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    parity = [result for result in report.results if result.group == "parity" and not result.refused]
-    floor = 1e-9  # an exact result has no place on a logarithmic axis
-    for label, marker, pick in (("kernel", "o", "error"), ("SDPA", "x", "sdpa_error"), ("allowed", "_", "allowed")):
-        axes.scatter(
-            range(len(parity)), [max(getattr(result, pick), floor) for result in parity], marker=marker, label=label
-        )
-    axes.set_yscale("log")
-    axes.set_ylabel("largest error against float64")
-    axes.set_xticks(range(len(parity)), [result.name for result in parity], rotation=60, ha="right", fontsize=7)
-    axes.set_title(f"tpu-kernels verify, {report.what}")
-    axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    image = f'<img alt="errors" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
-    path.write_text(table_html.replace("</body>", f"{image}</body>"), encoding="utf-8")
 
 
 if __name__ == "__main__":
