@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from .interrupts import interrupts_wait
+
 KernelFunction = Callable[..., Any]
 
 
@@ -269,12 +271,27 @@ class _Programs:
 _programs = _Programs()
 
 
+@functools.cache
+def _import_the_emulator() -> None:
+    """Compile the least kernel there is: jax imports the parts that emulate one, and lower it, when it meets the first."""
+    from jax.experimental import pallas as pl
+
+    def copy(source: Any, target: Any) -> None:
+        target[...] = source[...]
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    with interrupts_wait():
+        jax.jit(pl.pallas_call(copy, out_shape=x, interpret=True)).lower(x).compile()
+
+
 def emulated(call: Callable[..., Any], static: tuple[str, ...] = STATIC) -> Callable[..., Any]:
     """A function that faces torch, on CPU tensors: Pallas' interpreter under jax.jit, one trace a shape and static.
 
     static: names of its parameters that are no tensors.
     """
     keep_jax_off_the_tpu()
+    with jax.default_device(_cpu()):
+        _import_the_emulator()
     jitted = _programs.jit(call, static)
 
     def run(*arguments: Any) -> Any:

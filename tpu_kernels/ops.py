@@ -8,6 +8,7 @@ them, because torch_tpu's kernel cache does not know jax's precision setting.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import hub
+from .interrupts import interrupts_wait
 from .tuning import tuning_for
 
 if TYPE_CHECKING:
@@ -137,7 +139,14 @@ def _first_run_loads(build: Callable[[], Callable[..., Any]]) -> Callable[..., A
     return run
 
 
+def _import_jax() -> None:
+    """Whole, Ctrl-C or not. Where jax is missing, loading the kernel says so with all that belongs to it."""
+    with interrupts_wait(), contextlib.suppress(ModuleNotFoundError):
+        import jax.experimental.pallas.tpu  # noqa: F401
+
+
 def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
+    _import_jax()
     kernel = hub.load_kernel(spec)
     from . import bridge
 
@@ -146,6 +155,7 @@ def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
 
 
 def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
+    _import_jax()
     kernel = hub.load_kernel(spec)
     from . import bridge
 
