@@ -72,6 +72,7 @@ SOME = ("causal bfloat16 D64", "softcap", "sinks and window", "holes in the padd
         "192/128 (MLA)", "head size 512")  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_it_passes_verify_at_once(tmp_path, alone, monkeypatch):
     few(monkeypatch, *SOME)
     folder = scaffold.write_kernel("init-kernel", tmp_path)

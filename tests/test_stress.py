@@ -331,6 +331,7 @@ def test_programs_of_many_shapes_are_freed(kernel, count, tmp_path):
     assert max(marks[10:]) < 1.15 * max(marks[2:10])
 
 
+@pytest.mark.thorough
 def test_programs_past_the_bound_are_freed_and_made_again(monkeypatch):
     traced = []
     monkeypatch.setattr(bridge, "_programs", bridge._Programs())

@@ -40,6 +40,7 @@ def test_the_whole_suite_passes_on_the_tpu():
     assert report.device == "tpu" and report.passed, [result for result in report.results if not result.passed]
 
 
+@pytest.mark.thorough
 def test_the_command_reports_and_exits_with_0(few, tmp_path):
     page, plot = tmp_path / "report.html", tmp_path / "report.svg"
     result = CliRunner().invoke(

@@ -109,6 +109,7 @@ def test_generation_that_returns_weights_is_a_told_fallback_at_every_step():
     assert routes(model) == {("eager", "output_attentions")}
 
 
+@pytest.mark.thorough
 def test_contrasting_layers_stays_on_the_kernel():
     """DoLa: the last layer's logits less those of an earlier layer. It reads hidden states, no weights."""
     ids, mask = prompts((0, 3, 7))
@@ -128,6 +129,7 @@ def test_contrasting_layers_stays_on_the_kernel():
     assert routes(model) == KERNEL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_contrastive_search_repeats_and_selects_the_cache(name):
     """Each prompt's cache is repeated for its likeliest tokens, one of which is kept: that least like what was before."""

@@ -51,6 +51,7 @@ print("kernel from", hub.load_kernel(spec).source)
 """
 
 
+@pytest.mark.thorough
 def test_it_works_outside_the_checkout(wheel, tmp_path, monkeypatch):
     site, cache = tmp_path / "site", tmp_path / "cache"
     with zipfile.ZipFile(wheel) as archive:

@@ -41,11 +41,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def run(q, k, v, mask=None, bias=None, sinks=None, *, softcap=0.0, scale=None, block_q=0, block_kv=0):
-    made = _jitted(
+def run(q, k, v, mask=None, bias=None, sinks=None, *, softcap=0.0, scale=None, block_q=0, block_kv=0, interpret=True):
+    static = dict(
         scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, block_q=block_q, block_kv=block_kv,
-        precision="highest", vmem_bytes=0, interpret=True,
-    )(*(None if x is None else jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v, mask, bias, sinks)))  # fmt: skip
+        precision="highest", vmem_bytes=0, interpret=interpret,
+    )  # fmt: skip
+    call = _jitted(**static) if interpret is True else functools.partial(range_attention.forward_dense, **static)
+    made = call(*(None if x is None else jax.dlpack.from_dlpack(x.contiguous()) for x in (q, k, v, mask, bias, sinks)))
     return torch.from_dlpack(jax.block_until_ready(made)).clone()
 
 
@@ -68,8 +70,8 @@ def attention(q, k, v, mask=None, bias=None, sinks=None, *, softcap=0.0, scale=N
 def check(q, k, v, *extra, **options):
     """Error at most twice that of attention written out in the same dtype, plus one rounding of the largest output."""
     got = run(q, k, v, *extra, **options)
-    blocks_given = {"block_q", "block_kv"}
-    options = {name: value for name, value in options.items() if name not in blocks_given}
+    of_the_kernel = {"block_q", "block_kv", "interpret"}
+    options = {name: value for name, value in options.items() if name not in of_the_kernel}
     want = attention(q.double(), k.double(), v.double(), *extra, **options)
     theirs = (attention(q, k, v, *extra, **options).double() - want).abs().max().item()
     rounding = OUTPUT_ROUNDING["f32" if q.dtype == torch.float32 else "bf16"]

@@ -132,6 +132,7 @@ def test_long(dtype: str) -> None:
 # --- score arithmetic ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softcap(dtype: str) -> None:
     """Scores up to +-100, so that the cap bites; hidden keys stay hidden behind it."""
@@ -154,12 +155,14 @@ def test_sinks(dtype: str) -> None:
     assert (made["lse"][:, :, :5] == -torch.inf).all()
 
 
+@pytest.mark.thorough
 def test_a_sink_without_weight() -> None:
     call = make_call(10, "f32", 1, 2, 1, 16, 16, 16, sinks=np.array([-np.inf, 1], np.float32), **causal(1, 16, 16))
     made = check_gradients(call)
     assert made["dsinks"][0] == 0 and made["dsinks"][1] != 0
 
 
+@pytest.mark.thorough
 def test_softcap_and_sinks_together() -> None:
     sinks = np.array([0.5, -1], np.float32)
     check_gradients(make_call(11, "f32", 1, 2, 1, 40, 150, 16, softcap=2.0, sinks=sinks, **scattered(3, 1, 40, 150)))
@@ -171,6 +174,7 @@ def test_scales(scale: float) -> None:
     check_gradients(make_call(12, "f32", 1, 2, 1, 16, 140, 64, scale=scale, **causal(1, 16, 140)))
 
 
+@pytest.mark.thorough
 def test_large_scores() -> None:
     call = make_call(11, "f32", 1, 2, 1, 64, 200, 64, **causal(1, 64, 200))
     call.q.mul_(60)

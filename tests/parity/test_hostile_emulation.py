@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
-from range_attention_reference import check, check_gradients, make_call, output_gradient, run, run_gradients
+from range_attention_reference import blocks, check, check_gradients, make_call, output_gradient, run, run_gradients
+from test_dense_masks import check as check_dense
+from test_dense_masks import some, tensors
 
 SEEDS = (0, 1)
 
@@ -129,6 +131,41 @@ def test_gradients(extras: bool) -> None:
         made = check_gradients(call, interpret=hostile(seed), **options)
         for name, expected in plain.items():
             torch.testing.assert_close(made[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_decode_of_several_kv_heads_a_step() -> None:
+    """Heads share a step's copies, each with sums of its own; a second key block adds to them."""
+    rng = np.random.default_rng(8)
+    starts, ends = rng.integers(-3, 301, (2, 3)), rng.integers(0, 304, (2, 3))
+    call = make_call(8, "f32", 2, 8, 4, 3, 300, 24, 40, starts=starts, ends=ends)
+    call.valid = rng.random((2, 300)) < 0.7
+    call.sinks = rng.normal(size=8).astype(np.float32)
+    chosen, _ = blocks.choose_decode_blocks(6, 4, 300, 24, 40, 4, 128, 0)
+    assert chosen.subs > 1 and chosen.kv < 300
+    plain = check(call, "decode", block_kv=128)
+    for seed in SEEDS:
+        torch.testing.assert_close(
+            check(call, "decode", block_kv=128, interpret=hostile(seed)), plain, rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_masks_of_pairs(dtype: str) -> None:
+    """Empty, full and mixed tiles of a mask, a bias, sinks and softcap; several blocks of rows and keys."""
+    mask = some(2, 1, 150, 600)
+    mask[:, :, :, 128:384] = False
+    mask[1, :, 128:, 384:512] = True
+    q, k, v = tensors(dtype, 2, 4, 2, 150, 600, 24)
+    bias = torch.randn(1, 4, 150, 600, generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=q.dtype)
+    options = {"softcap": 3.0, "block_q": 128, "block_kv": 256}
+    plain = check_dense(q, k, v, mask, bias, sinks, **options)
+    made = [check_dense(q, k, v, mask, bias, sinks, interpret=hostile(seed), **options) for seed in SEEDS]
+    assert torch.equal(*made)
+    tolerance = 1e-6 if dtype == "f32" else 0.0  # the plain interpreter is compiled, and not bit for bit in float32
+    torch.testing.assert_close(made[0], plain, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("function", ["forward", "decode"])

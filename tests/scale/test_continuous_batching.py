@@ -73,6 +73,7 @@ def wanted():
     return tokens(DECODERS["llama"].build("sdpa", num_hidden_layers=1), FEW)
 
 
+@pytest.mark.thorough
 def test_requests_join_and_leave_a_running_batch_and_decode_on_block_tables(wanted):
     model = DECODERS["llama"].build("tpu_attention", num_hidden_layers=1)
     with tpu_kernels.continuous_batching():
