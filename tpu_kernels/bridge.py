@@ -280,7 +280,7 @@ def _import_the_emulator() -> None:
         target[...] = source[...]
 
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    with interrupts_wait():
+    with interrupts_wait(), jax.default_device(_cpu()):
         jax.jit(pl.pallas_call(copy, out_shape=x, interpret=True)).lower(x).compile()
 
 
@@ -290,8 +290,7 @@ def emulated(call: Callable[..., Any], static: tuple[str, ...] = STATIC) -> Call
     static: names of its parameters that are no tensors.
     """
     keep_jax_off_the_tpu()
-    with jax.default_device(_cpu()):
-        _import_the_emulator()
+    _import_the_emulator()
     jitted = _programs.jit(call, static)
 
     def run(*arguments: Any) -> Any:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import cli_hub, cli_plan, cli_verify
+from .cli_pictures import PICTURES, check_picture
 from .specs import SpecError
 
 app = typer.Typer(
@@ -81,14 +82,14 @@ def verify(
 
     Example: tpu-kernels verify my-kernel/ --html report.html
     """
-    if kernel.endswith((".json", ".html", ".png", ".svg", ".pdf")):
+    if kernel.endswith((".json", ".html", *PICTURES)):
         raise typer.BadParameter(
             f"{kernel} is read as the name of a kernel. --json takes no file: tpu-kernels verify --json > report.json. "
             "Other files have options of their own: --html FILE, --plot FILE.",
             param_hint="[KERNEL]",
         )
-    cli_plan.check_picture(html, "--html", (".html", ".htm"))
-    cli_plan.check_picture(plot, "--plot")
+    check_picture(html, "--html", (".html", ".htm"))
+    check_picture(plot, "--plot")
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from . import hub, lookup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from .cli_pictures import check_picture
 
 if TYPE_CHECKING:
     from .offdevice.plan import Plan, Row
@@ -60,18 +61,6 @@ def plan(
     if plot is not None:
         _draw(made, plot)
     raise typer.Exit(not made.ok)
-
-
-def check_picture(path: Path | None, option: str, suffixes: tuple[str, ...] = (".png", ".svg", ".pdf")) -> None:
-    """Refuse, before any work, a file that a plot cannot be written to. Raises typer.BadParameter."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the plot needs matplotlib: pip install 'tpu-kernels[plot]'", param_hint=option)
-    if path.suffix not in suffixes:
-        raise typer.BadParameter(f"{path.name} is none of {', '.join(suffixes)}", param_hint=option)
-    if not path.resolve().parent.is_dir():
-        raise typer.BadParameter(f"{path.resolve().parent} is not a folder", param_hint=option)
 
 
 def _print(made: Plan, console: Console) -> None:

@@ -139,29 +139,29 @@ def _first_run_loads(build: Callable[[], Callable[..., Any]]) -> Callable[..., A
     return run
 
 
-def _import_jax() -> None:
-    """Whole, Ctrl-C or not. Where jax is missing, loading the kernel says so with all that belongs to it."""
+def _load(spec: KernelSpec) -> Any:
+    """The kernel's module. Before it jax is imported, whole, Ctrl-C or not."""
+    # Where jax is missing, loading the kernel says so with all that belongs to it.
     with interrupts_wait(), contextlib.suppress(ModuleNotFoundError):
         import jax.experimental.pallas.tpu  # noqa: F401
+    return hub.load_kernel(spec).module
 
 
 def _emulated(spec: KernelSpec, function: str) -> Callable[..., Any]:
-    _import_jax()
-    kernel = hub.load_kernel(spec)
+    module = _load(spec)
     from . import bridge
 
-    facing = bridge.facing(function, spec.capabilities.takes_ranges)(getattr(kernel.module, function), interpret=True)
+    facing = bridge.facing(function, spec.capabilities.takes_ranges)(getattr(module, function), interpret=True)
     return bridge.emulated(facing, bridge.PAGED_STATIC if function == "paged" else bridge.STATIC)
 
 
 def _on_tpu(spec: KernelSpec, function: str) -> Callable[..., Any]:
-    _import_jax()
-    kernel = hub.load_kernel(spec)
+    module = _load(spec)
     from . import bridge
 
     facing = bridge.facing(function, spec.capabilities.takes_ranges)
     name = f"{NAMESPACE}_jax::{op_name(spec.name, function)}"
-    return bridge.on_tpu(facing(getattr(kernel.module, function), interpret=False), name)
+    return bridge.on_tpu(facing(getattr(module, function), interpret=False), name)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:

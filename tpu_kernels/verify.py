@@ -214,11 +214,11 @@ class Suite:
 
     def run(self, large: bool) -> Iterator[Result]:
         """Every check, one after another."""
-        for case in parity_cases(large):
-            result = _guarded("parity", case.name, functools.partial(self.parity, case))
+        parity: list[tuple[Case, Callable[[], Result]]]
+        parity = [(case, functools.partial(self.parity, case)) for case in parity_cases(large)]
+        for case, run in (*parity, (_GRADIENTS, self.gradients)):
+            result = _guarded("parity", case.name, run)
             yield dataclasses.replace(result, dtype=case.dtype, shape=case.shape)
-        result = _guarded("parity", _GRADIENTS.name, self.gradients)
-        yield dataclasses.replace(result, dtype=_GRADIENTS.dtype, shape=_GRADIENTS.shape)
         for check in (self.same_bits_twice, self.batch_order, self.batch_size, self.padding, self.chunks):
             yield _guarded("invariance", check.__name__, check)
         for check in (self.one_hot_window, self.hidden_keys_are_not_read, self.grouped_heads):
