@@ -49,8 +49,11 @@ def test_every_test_that_the_page_names_exists():
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e4])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_a_reused_cache_with_poison_in_its_slots(name, poison):
+@pytest.mark.parametrize("route", ["kernel", "disabled"])
+def test_a_reused_cache_with_poison_in_its_slots(route, name, poison, monkeypatch):
     """A static cache that served a longer prompt, every slot overwritten by poison: tokens are those of a fresh start."""
+    if route == "disabled":
+        monkeypatch.setenv("TPU_KERNELS_DISABLE", "1")
     ids, mask = prompts((0, 3, 7))
     model = DECODERS[name].build("tpu_attention")
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 2 * NEW)
@@ -68,7 +71,47 @@ def test_a_reused_cache_with_poison_in_its_slots(name, poison):
     want = generate(DECODERS[name].build("eager"), short, short_mask, "dynamic")
     tpu_kernels.reset()
     assert torch.equal(run(short, short_mask), want.sequences)
-    assert {row.reason for row in tpu_kernels.explain(model).rows} == {"kernel"}
+    assert {row.reason for row in tpu_kernels.explain(model).rows} == {route}
+
+
+SEEN = torch.rand(2, 8, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+SEEN[:, :, 0] = True
+SEEN[0, :, [3, 10, 11]] = False
+SEEN[1, :, 7:] = False
+RANGES = masks.encode_ranges(torch.zeros(2, 8), torch.tensor([[9], [7]]).expand(2, 8), SEEN.any(1), 12)
+FREE = ~masks.expand_range_mask(RANGES, 8, 12).any(2)[..., None]
+ROUTES = {  # reason: (mask, other arguments)
+    "dropout": (RANGES, {"dropout": 1e-12}),
+    "position_bias": (RANGES, {"position_bias": torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(2))}),
+    "output_attentions": (RANGES, {"output_attentions": True}),
+    "unknown_kwarg": (RANGES, {"softcap": 3.0, "s_aux": torch.zeros(4), "wobble": 1}),
+    "dense_mask": (SEEN[:, None], {}),
+    "selected_keys": (RANGES, {"indices": torch.arange(1, 6).expand(2, 8, 5)}),
+    "batch_broadcast": (RANGES, {}),
+    "dtype": (None, {}),  # causal, with keys that no query reaches
+}
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reason", ROUTES)
+def test_poison_in_free_slots_of_calls_that_fall_back(reason, poison):
+    """Output and gradients are those with zeros there, bit by bit."""
+    mask, extra = ROUTES[reason]
+    q, k, v = tensors(8, 12, dtype=torch.float16 if reason == "dtype" else torch.float32)
+    q = q[:1] if reason == "batch_broadcast" else q
+    free = {"dense_mask": ~SEEN.any(1)[:, None, :, None], "dtype": (torch.arange(12) >= 8)[:, None]}.get(reason, FREE)
+    results = []
+    for slots in (0.0, poison):
+        inputs = [q.clone(), k.masked_fill(free, slots), v.masked_fill(free, slots)]
+        for each in inputs:
+            each.requires_grad_()
+        torch.manual_seed(0)
+        out, _ = tpu_attention(Layer(), *inputs, mask, **extra)
+        out.float().square().sum().backward()
+        results.append([out, *(each.grad for each in inputs)])
+    assert only_row().reason == reason
+    for zeros, poisoned in zip(*results, strict=True):
+        assert torch.equal(zeros, poisoned) and zeros.isfinite().all()
 
 
 def test_bfloat16_weights_add_up_to_one_over_many_keys():

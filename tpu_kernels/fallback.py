@@ -19,6 +19,9 @@ def sdpa(
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention with native GQA and `is_causal` where that is exact.
 
+    What lies in keys and values that no query sees (NaN in a cache's free slots, say) does not reach the result. A key
+    that one query sees and another does not is a value of the call: NaN there reaches both, as in SDPA.
+
     Args:
         query: [B, Hq, Q, D]. key: [B, Hkv, KV, D]. value: [B, Hkv, KV, Dv].
         mask: bool (True = attend) or additive float, broadcastable to [B, Hq, Q, KV]; None for none.
@@ -36,6 +39,10 @@ def sdpa(
         key, value = key[:, :, :q_len], value[:, :, :q_len]
         if position_bias is not None:
             position_bias = position_bias[..., :q_len]
+    # SDPA on CPU multiplies is_causal's -inf by the scale: NaN at 0, and the future alone below it.
+    if causal and not scale > 0:
+        mask, causal = _top_left(query.shape[2], key.shape[2], query.device), False
+    key, value = _without_unseen(key, value, mask, position_bias)
     if position_bias is not None:
         mask, causal = _mask_with_bias(position_bias, mask, causal, query, key), False
     return F.scaled_dot_product_attention(
@@ -65,7 +72,8 @@ def eager(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention written out, with float32 scores: scale, softcap, bias, mask, sinks, softmax.
 
-    Arguments as for `sdpa`; softcap 0.0 means none; sinks [Hq] join the softmax denominator, unscaled and unmasked.
+    Arguments, and what becomes of keys that no query sees, as for `sdpa`; softcap 0.0 means none; sinks [Hq] join the
+    softmax denominator, unscaled and unmasked.
 
     Returns:
         (output [B, Hq, Q, Dv] in query's dtype, weights [B, Hq, Q, KV] in query's dtype). A row that sees no key is 0.
@@ -73,6 +81,9 @@ def eager(
     _, q_heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     groups = q_heads // kv_heads
+    if causal:
+        mask = _top_left(q_len, kv_len, query.device)
+    key, value = _without_unseen(key, value, mask, position_bias)
     # [B, Hkv, G, Q, D] against [B, Hkv, 1, KV, D]: the KV heads are broadcast, not repeated (as is a batch of one).
     grouped = query.unflatten(1, (kv_heads, groups))
     scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * scale
@@ -81,8 +92,6 @@ def eager(
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
         scores = scores + position_bias.float()
-    if causal:
-        mask = _top_left(q_len, kv_len, query.device)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
     elif mask is not None:
@@ -108,6 +117,39 @@ def _top_left(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
     """Bool [1, 1, Q, KV]: query i sees keys 0..i."""
     rows = torch.arange(q_len, device=device)[:, None]
     return (torch.arange(kv_len, device=device)[None, :] <= rows)[None, None]
+
+
+def _without_unseen(
+    key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as they are where some query sees them, so that 0 * NaN never meets what all of them hide.
+
+    Hidden by False or -inf, weights are 0 whatever the scores: those keys become 0. transformers hides by the dtype's
+    lowest number too, under which a row that sees nothing averages all values: there only NaN and Inf become 0.
+    """
+    for mask in masks:
+        if mask is None:
+            continue
+        faint = None
+        if mask.dtype == torch.bool:
+            unseen = _by_kv_head(~mask, key.shape[1])
+        else:
+            unseen = _by_kv_head(mask == float("-inf"), key.shape[1])
+            # Half of it: a mask to which a bias was added.
+            faint = _by_kv_head(mask < torch.finfo(mask.dtype).min / 2, key.shape[1])
+        key, value = (
+            each.masked_fill(unseen if faint is None else unseen | (faint & ~torch.isfinite(each)), 0)
+            for each in (key, value)
+        )
+    return key, value
+
+
+def _by_kv_head(hidden: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Keys hidden from all queries, [B, Hkv, KV, 1], of hidden pairs [B, Hq, Q, KV]; any of the sizes may be 1."""
+    keys = hidden.all(-2)
+    if keys.shape[1] != 1:
+        keys = keys.unflatten(1, (kv_heads, -1)).all(2)
+    return keys[..., None]
 
 
 def _mask_with_bias(
