@@ -24,8 +24,9 @@ import range_attention  # noqa: E402
 from range_attention import blocks, ranges  # noqa: E402
 
 __all__ = [
-    "Call", "blocks", "check", "check_gradients", "forget_programs", "make_call", "output_gradient", "range_attention",
-    "ranges", "reference", "reference_gradients", "run", "run_function", "run_gradients",
+    "Call", "blocks", "check", "check_gradients", "check_lse", "forget_programs", "hold_output", "make_call",
+    "output_gradient", "range_attention", "ranges", "reference", "reference_gradients", "run", "run_function",
+    "run_gradients", "run_with_lse",
 ]  # fmt: skip
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -91,33 +92,37 @@ def forget_programs() -> None:
     jax.clear_caches()
 
 
-def run(
-    call: Call, function: str = "forward", *, block_q: int = 0, block_kv: int = 0, precision: str = "highest",
-    vmem_bytes: int = 0, interpret: Any = True,
-) -> torch.Tensor:  # fmt: skip
-    """The kernel, emulated on CPU."""
-    static = dict(
-        scale=float(call.scale), softcap=float(call.softcap), block_q=block_q, block_kv=block_kv,
-        precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
-    )  # fmt: skip
-    return torch.from_dlpack(run_function(function, _arrays(call), static)).clone()
+def run(call: Call, function: str = "forward", **options: Any) -> torch.Tensor:
+    """The kernel, emulated on CPU. options: block_q, block_kv, precision, vmem_bytes, interpret."""
+    return torch.from_dlpack(run_function(function, _arrays(call), _static(call, **options))).clone()
 
 
 def run_gradients(
-    call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None, *, block_q: int = 0, block_kv: int = 0,
-    precision: str = "highest", vmem_bytes: int = 0, interpret: Any = True,
+    call: Call, do: torch.Tensor, dlse: torch.Tensor | None = None, *, forward: dict[str, torch.Tensor] | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """out, lse, dq, dk, dv and, with sinks, dsinks of the kernels, emulated on CPU."""
-    static = dict(
+    """out, lse, dq, dk, dv and, with sinks, dsinks of the kernels, emulated on CPU. forward: out and lse, where known."""
+    made = run_with_lse(call, **options) if forward is None else dict(forward)
+    grads = [_to_jax(made["out"]), _to_jax(made["lse"]), _to_jax(do), None if dlse is None else _to_jax(dlse)]
+    found = run_function("backward", [*_arrays(call), *grads], _static(call, **options))
+    names = ("dq", "dk", "dv", "dsinks")
+    return made | {name: torch.from_dlpack(x).clone() for name, x in zip(names, found, strict=True) if x is not None}
+
+
+def run_with_lse(call: Call, **options: Any) -> dict[str, torch.Tensor]:
+    """out and lse of forward_with_lse, emulated on CPU."""
+    made = run_function("forward_with_lse", _arrays(call), _static(call, **options))
+    return {name: torch.from_dlpack(x).clone() for name, x in zip(("out", "lse"), made, strict=True)}
+
+
+def _static(
+    call: Call, *, block_q: int = 0, block_kv: int = 0, precision: str = "highest", vmem_bytes: int = 0,
+    interpret: Any = True,
+) -> dict[str, Any]:  # fmt: skip
+    return dict(
         scale=float(call.scale), softcap=float(call.softcap), block_q=block_q, block_kv=block_kv,
         precision=precision, vmem_bytes=vmem_bytes, interpret=interpret,
     )  # fmt: skip
-    arrays = _arrays(call)
-    out, lse = run_function("forward_with_lse", arrays, static)
-    grads = [_to_jax(do), None if dlse is None else _to_jax(dlse)]
-    dq, dk, dv, dsinks = run_function("backward", [*arrays, out, lse, *grads], static)
-    made = dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
-    return {name: torch.from_dlpack(x).clone() for name, x in made.items() if x is not None}
 
 
 def _to_jax(x: torch.Tensor) -> jax.Array:
@@ -191,14 +196,19 @@ def allowed_error(call: Call, expected: torch.Tensor) -> float:
 def check(call: Call, function: str = "forward", **options: Any) -> torch.Tensor:
     """Runs the kernel, holds it against the reference, and returns its output."""
     out = run(call, function, **options)
+    hold_output(call, out)
+    return out
+
+
+def hold_output(call: Call, out: torch.Tensor) -> None:
+    """Raises AssertionError where `out` is not the call's attention."""
     expected = reference(call)
     assert out.dtype == call.q.dtype and out.shape == expected.shape
     error = (out.double() - expected).abs().max().item()
     allowed = allowed_error(call, expected)
-    assert error <= allowed, f"max error {error:.3e}, allowed {allowed:.3e}"
+    assert error <= allowed, f"out: max error {error:.3e}, allowed {allowed:.3e}"
     rows_without_keys = torch.from_numpy(~call.mask.any(-1))[:, None, :, None].expand_as(out)
     assert (out[rows_without_keys] == 0).all()
-    return out
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
@@ -269,25 +279,18 @@ def torch_gradients(call: Call, do: torch.Tensor, dlse: torch.Tensor | None = No
 def check_gradients(
     call: Call, do: torch.Tensor | None = None, dlse: torch.Tensor | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Runs forward_with_lse and backward, holds every result against the reference, and returns them all."""
+    """Runs forward_with_lse and backward, holds every result against the reference, and returns them all.
+
+    options: those of `run_gradients`.
+    """
     do = output_gradient(call) if do is None else do
     made = run_gradients(call, do, dlse, **options)
     expected, theirs = reference_gradients(call, do, dlse), torch_gradients(call, do, dlse)
     dtype = "f32" if call.q.dtype == torch.float32 else "bf16"
     dead = torch.from_numpy(~call.mask.any(-1))[:, None].expand(made["lse"].shape)
     unseen = torch.from_numpy(~call.mask.any(1))[:, None].expand(made["dk"].shape[:3])
-
-    expected_out = reference(call)
-    error = (made["out"].double() - expected_out).abs().max().item()
-    allowed = allowed_error(call, expected_out)
-    assert error <= allowed, f"out: max error {error:.3e}, allowed {allowed:.3e}"
-
-    lse, expected_lse = made["lse"], expected.pop("lse")
-    assert lse.dtype == torch.float32 and (lse[dead] == -torch.inf).all()
-    error = (lse.double() - expected_lse)[~dead].abs().max().item() if not dead.all() else 0.0
-    # Scores of float32 numbers: one rounding of the largest of them, and of what they are summed from.
-    allowed = 2.0**-20 * max(1.0, expected_lse[~dead].abs().max().item() if not dead.all() else 0.0)
-    assert error <= allowed, f"lse: max error {error:.3e}, allowed {allowed:.3e}"
+    hold_output(call, made["out"])
+    hold_lse(call, made["lse"], expected.pop("lse"))
 
     terms = expected.pop("dsinks terms", None)
     for name, wanted in expected.items():
@@ -303,3 +306,20 @@ def check_gradients(
         assert error <= allowed, f"{name}: max error {error:.3e}, allowed {allowed:.3e}, largest {largest:.3e}"
     assert (made["dq"][dead] == 0).all() and (made["dk"][unseen] == 0).all() and (made["dv"][unseen] == 0).all()
     return made
+
+
+def check_lse(call: Call, **options: Any) -> dict[str, torch.Tensor]:
+    """Runs forward_with_lse, holds out and lse against the reference, and returns them."""
+    made = run_with_lse(call, **options)
+    hold_output(call, made["out"])
+    hold_lse(call, made["lse"], reference_gradients(call, output_gradient(call))["lse"])
+    return made
+
+
+def hold_lse(call: Call, lse: torch.Tensor, expected: torch.Tensor) -> None:
+    dead = torch.from_numpy(~call.mask.any(-1))[:, None].expand(lse.shape)
+    assert lse.dtype == torch.float32 and (lse[dead] == -torch.inf).all()
+    error = (lse.double() - expected)[~dead].abs().max().item() if not dead.all() else 0.0
+    # Scores of float32 numbers: one rounding of the largest of them, and of what they are summed from.
+    allowed = 2.0**-20 * max(1.0, expected[~dead].abs().max().item() if not dead.all() else 0.0)
+    assert error <= allowed, f"lse: max error {error:.3e}, allowed {allowed:.3e}"

@@ -5,11 +5,17 @@ grid dimensions that are declared parallel run on two emulated cores, in an orde
 nothing was written to holds NaN; a block is not there before its copy is waited for.
 """
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hostile import ORDERS, hostile, order_of, possible_orders, prove, seeds_of_orders
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from range_attention_reference import blocks, check, check_gradients, make_call, output_gradient, run, run_gradients
 from test_dense_masks import check as check_dense
@@ -23,13 +29,6 @@ def fresh_interpreter() -> Iterator[None]:
     """An exception leaves the checking interpreter's memory behind; the next test must not see it."""
     yield
     pltpu.reset_tpu_interpret_mode_state()
-
-
-def hostile(seed: int) -> pltpu.InterpretParams:
-    return pltpu.InterpretParams(
-        detect_races=True, num_cores_or_threads=2, random_seed=seed,
-        uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait",
-    )  # fmt: skip
 
 
 CASES = {
@@ -181,27 +180,117 @@ def test_gradients_of_shapes_smaller_than_a_block() -> None:
     check_gradients(call, interpret=hostile(0))
 
 
-def test_the_checking_interpreter_does_raise() -> None:
-    """Without this, the tests above could pass because nothing is checked."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
+# --- what is found -------------------------------------------------------------------------------------------------
+# Without these, the tests above and those of test_hostile_table.py could pass because nothing is checked.
 
-    def accumulate(x_ref, o_ref):  # type: ignore[no-untyped-def]
-        o_ref[...] += x_ref[
-            ...
-        ]  # every step adds to the same block, although the steps are declared independent
+
+def planted(kernel: Any, *, grid: int = 4, **more: Any) -> Any:
+    """interpret -> {"out": result} of a kernel on [8 * grid, 128] ones, the steps of its grid declared independent."""
+    block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+
+    def run(interpret: Any) -> dict[str, torch.Tensor]:
+        call = pl.pallas_call(
+            kernel, grid=(grid,), interpret=interpret,
+            out_shape=jax.ShapeDtypeStruct((8 * grid, 128), jnp.float32),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+            **{"in_specs": [block], "out_specs": block} | more,
+        )  # fmt: skip
+        return {"out": torch.from_dlpack(jax.block_until_ready(call(jnp.ones((8 * grid, 128), jnp.float32)))).clone()}
+
+    return run
+
+
+def test_a_kernel_without_faults_passes() -> None:
+    def double(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = 2 * x_ref[...]
+
+    assert (prove(planted(double))["out"] == 2).all()
+
+
+def test_a_race_is_found() -> None:
+    def accumulate(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] += x_ref[...]  # every step adds to the same block, although the steps are declared independent
 
     with pytest.raises(Exception, match="(?i)race"):
-        jax.block_until_ready(
-            pl.pallas_call(
-                accumulate, grid=(4,), in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
-                out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
-                out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
-                compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-                interpret=hostile(0),
-            )(jnp.ones((32, 128), jnp.float32))
-        )  # fmt: skip
+        prove(planted(accumulate, out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0))))
+
+
+def test_dependence_on_the_order_is_found() -> None:
+    """Each step writes a block of its own, and counts the steps before it: no race, no unwritten memory."""
+
+    def count(x_ref: Any, o_ref: Any, count_ref: Any) -> None:
+        count_ref[0] = jnp.where(pl.program_id(0) == 0, 0, count_ref[0]) + 1
+        o_ref[...] = x_ref[...] * count_ref[0]
+
+    with pytest.raises(AssertionError, match="out depends on the order of independent steps"):
+        prove(planted(count, scratch_shapes=[pltpu.SMEM((1,), jnp.int32)]))
+
+
+def test_a_grid_of_one_step_is_no_proof() -> None:
+    def double(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = 2 * x_ref[...]
+
+    with pytest.raises(AssertionError, match="one independent step shows nothing"):
+        prove(planted(double, grid=1))
+
+
+def test_a_run_without_the_checking_interpreter_is_no_proof() -> None:
+    with pytest.raises(AssertionError, match="no kernel was run"):
+        prove(lambda interpret: {})
+
+
+def test_memory_that_nobody_wrote_is_nan() -> None:
+    def read(x_ref: Any, o_ref: Any, scratch_ref: Any) -> None:
+        o_ref[...] = x_ref[...] + scratch_ref[...]
+
+    run = planted(read, scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)])
+    assert prove(run)["out"].isnan().all() and run(True)["out"].isnan().all()
+
+
+def test_a_block_that_is_never_written_is_nan_under_the_plain_interpreter() -> None:
+    """The checking one writes back what the buffer holds: this is why both are run."""
+
+    def skip(x_ref: Any, o_ref: Any) -> None:
+        @pl.when(pl.program_id(0) != 2)
+        def _() -> None:
+            o_ref[...] = x_ref[...]
+
+    out = planted(skip)(True)["out"]
+    assert out[16:24].isnan().all() and (out[:16] == 1).all()
+
+
+def test_a_read_out_of_bounds_is_found() -> None:
+    def read(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[pl.ds(8 * (pl.program_id(0) // 3), 8), :]
+
+    with pytest.raises(Exception, match="(?i)out.of.bounds"):
+        prove(planted(read))
+
+
+def test_a_block_used_before_its_copy_was_waited_for_is_found() -> None:
+    def copy(x_ref: Any, o_ref: Any, buffer_ref: Any, semaphore: Any) -> None:
+        ahead = pltpu.make_async_copy(x_ref.at[pl.ds(8 * pl.program_id(0), 8)], buffer_ref, semaphore)
+        ahead.start()
+        o_ref[...] = buffer_ref[...]
+        ahead.wait()
+
+    run = planted(
+        copy, in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+    )  # fmt: skip
+    try:
+        found = prove(run)["out"].isnan().any()
+    except Exception as error:  # noqa: BLE001 -- the race detector may speak first, in jax's own exception
+        found = "race" in str(error).lower()
+    assert found
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (1, 3)])
+def test_seeds_give_different_orders(sizes: tuple[int, ...]) -> None:
+    seeds = seeds_of_orders({sizes})
+    assert len({order_of(sizes, seed) for seed in seeds}) == min(ORDERS, possible_orders(sizes)) == len(seeds)
+    every = sorted(itertools.product(*(range(size) for size in sizes)))
+    assert all(sorted(order_of(sizes, seed)[0]) == every for seed in seeds)
 
 
 def test_poison_under_the_checking_interpreter() -> None:
