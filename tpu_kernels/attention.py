@@ -211,6 +211,10 @@ def tpu_attention(
         )
     else:
         LEDGER.count(module, route, plan.detail, device)
+        if not continuous and cu_seq_lens_q is None and kwargs.get("position_ids") is not None:
+            LEDGER.met_positions(
+                module, kwargs["position_ids"], attention_mask, query.shape[2], key.shape[2], device
+            )
 
     weights = None
     if pages is not None and route.function != "paged":

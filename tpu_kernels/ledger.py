@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import hub, tuning
+from . import hub, packing, tuning
 from .reasons import REASONS
 from .routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from .request import AttentionRequest
 
@@ -140,6 +140,8 @@ class Ledger:
         self._traced: Counter[tuple[str, Route, str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
         self._shapes: set[Shape] = set()
+        self._positions: dict[str, tuple[torch.Tensor, torch.Tensor | None, int, int]] = {}
+        self._models = _Models()
 
     def count(self, module: Any, route: Route, detail: str, device: str) -> None:
         """One eager call. About a microsecond."""
@@ -159,6 +161,23 @@ class Ledger:
             self._warned.add(("", "shapes"))
             logger.warning("%s", changing_shapes(self._shapes))
 
+    def met_positions(
+        self, module: Any, positions: Any, mask: torch.Tensor | None, q_len: int, kv_len: int, device: str
+    ) -> None:
+        """An eager call with position_ids. On CPU one look tells packed documents that see each other; elsewhere it would
+        wait for the device, so `explain()` takes it, at the last such call of the module's class."""
+        name = type(module).__name__
+        if (name, "packed") in self._warned or not packing.is_readable(positions, mask):
+            return
+        if device != "cpu":
+            self._positions[name] = (positions, mask, q_len, kv_len)
+        elif packing.documents_mix(positions, mask, q_len, kv_len):
+            self._warn_packed(name)
+
+    def _warn_packed(self, name: str) -> None:
+        self._warned.add((name, "packed"))
+        logger.warning("%s: %s", name, packing.WARNING)
+
     def count_traced(self, label: str, route: Route, detail: str, device: str) -> None:
         """One call compiled into a graph."""
         self._traced[label, route, detail, device] += 1
@@ -170,6 +189,11 @@ class Ledger:
         self._traced.clear()
         self._warned.clear()
         self._shapes.clear()
+        self._positions.clear()
+
+    def watch_models(self) -> Callable[[], None]:
+        """Let `explain()` look through the heap for models only after modules were built. Returns what ends it."""
+        return self._models.watch()
 
     def _warn_once(self, model: str, route: Route, detail: str) -> None:
         if (model, route.reason) in self._warned:
@@ -180,11 +204,16 @@ class Ledger:
 
     def explain(self, masks: dict[str, int], names: Iterable[str], model: Any = None) -> Explanation:
         """The table. `names` are the attention names this package registered; `model` limits it to one model."""
-        models = [model] if model is not None else live_models()
+        for name, call in self._positions.items():
+            if packing.documents_mix(*call):
+                self._warn_packed(name)
+        self._positions.clear()
         paths: dict[int, str] = {}
         never: list[str] = []
         wanted = set(names)
-        called = {id(layer.ref()) for layer in self._layers.values() if layer.ref() is not None}
+        modules_called = [module for layer in self._layers.values() if (module := layer.ref()) is not None]
+        called = {id(module) for module in modules_called}
+        models = [model] if model is not None else self._models.alive(modules_called)
         traced_labels = {label for label, *_ in self._traced}
         for root in models:
             modules = dict(root.named_modules())
@@ -221,6 +250,9 @@ class Ledger:
     def _notes(self, devices: set[str]) -> Iterator[str]:
         if len(self._shapes) > _MANY_SHAPES:
             yield changing_shapes(self._shapes)
+        for name, what in sorted(self._warned):
+            if what == "packed":
+                yield f"{name}: {packing.WARNING}"
         if "cpu" in devices and (chip := tuning.attached_chip()):
             yield f"attention ran on CPU, emulated, though this host has a {chip}: {PLACE_ON_TPU}"
 
@@ -269,6 +301,52 @@ def live_models() -> list[torch.nn.Module]:
     found = [obj for obj in gc.get_objects() if issubclass(type(obj), PreTrainedModel)]
     inner = {id(sub) for root in found for sub in root.modules() if sub is not root}
     return [root for root in found if id(root) not in inner]
+
+
+class _Models:
+    """The live models, found again only when there may be others: the heap of a large process takes 0.1 s to walk."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[torch.nn.Module]] = []
+        self._outside: list[weakref.ref[Any]] = []
+        self._changed = True
+        self._watched = False
+
+    def watch(self) -> Callable[[], None]:
+        """From now on notice each module that is put into another, as every model that is built does. (A copy is not built:
+        it is noticed when one of its modules is called.)"""
+        from torch.nn.modules.module import register_module_module_registration_hook
+
+        hook = register_module_module_registration_hook(self._notice)
+        self._changed = self._watched = True
+
+        def end() -> None:
+            hook.remove()
+            self._watched = False
+
+        return end
+
+    def _notice(self, *_: object) -> None:
+        self._changed = True
+
+    def alive(self, called: Iterable[Any]) -> list[torch.nn.Module]:
+        """The models, as `live_models`. called: modules; one that was in no model found before may be in another now."""
+        models = [model for ref in self._found if (model := ref()) is not None]
+        if self._changed or not self._watched or not _outside(called, models) <= self._alone():
+            self._changed = False
+            models = live_models()
+            self._found = [weakref.ref(model) for model in models]
+            outside = _outside(called, models)
+            self._outside = [weakref.ref(module) for module in called if id(module) in outside]
+        return models
+
+    def _alone(self) -> set[int]:
+        return {id(module) for ref in self._outside if (module := ref()) is not None}
+
+
+def _outside(modules: Iterable[Any], models: list[torch.nn.Module]) -> set[int]:
+    """Ids of the modules that no model has."""
+    return {id(module) for module in modules} - {id(module) for model in models for module in model.modules()}
 
 
 def uses(model: torch.nn.Module, names: set[str]) -> bool:

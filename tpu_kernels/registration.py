@@ -13,7 +13,7 @@ from packaging.version import Version
 NAME = "tpu_attention"
 
 _registered: set[str] = set()
-_undo: list[Callable[[], None]] = []  # what takes back the check of loaded models, while a name is registered
+_undo: list[Callable[[], None]] = []  # what takes back the hooks on models, while a name is registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def register(name: str = NAME, *, kernels: Sequence[str] | None = None, strict: 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, masks.tpu_attention_mask)
     if not _registered:
-        _undo.append(tensor_parallel.check_heads_at_load())
+        _undo.extend((tensor_parallel.check_heads_at_load(), attention.LEDGER.watch_models()))
     _registered.add(name)
     attention.set_strict(strict)
     return Registration(name, names, _notes())
@@ -85,7 +85,8 @@ def unregister(name: str = NAME) -> None:
     del AttentionMaskInterface._global_mapping[name]
     _registered.remove(name)
     if not _registered:
-        _undo.pop()()
+        while _undo:
+            _undo.pop()()
 
 
 def registered_names() -> tuple[str, ...]:
