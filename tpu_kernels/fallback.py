@@ -39,9 +39,10 @@ def sdpa(
         key, value = key[:, :, :q_len], value[:, :, :q_len]
         if position_bias is not None:
             position_bias = position_bias[..., :q_len]
-    # SDPA on CPU multiplies is_causal's -inf by the scale: NaN at 0, and the future alone below it.
-    if causal and not scale > 0:
-        mask, causal = _top_left(query.shape[2], key.shape[2], query.device), False
+    # SDPA on CPU multiplies is_causal's -inf by the scale: NaN at 0, and the future alone below it. The sign goes to the
+    # queries, which is exact; under masks too, since torch_tpu's compiler makes is_causal of a causal one.
+    if not scale > 0:
+        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     key, value = _without_unseen(key, value, mask, position_bias)
     if position_bias is not None:
         mask, causal = _mask_with_bias(position_bias, mask, causal, query, key), False
