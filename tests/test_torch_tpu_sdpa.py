@@ -1,4 +1,4 @@
-"""What torch_tpu's compiler makes of the SDPA that calls fall back to: its pass that puts `is_causal` in place of causal masks.
+"""What torch_tpu's compiler makes of the SDPA that calls fall back to: its pass that makes `is_causal` of causal masks.
 
 The pass itself is run, on graphs of our fallback, and the graph after it on the CPU. Dynamo hands it fake inputs, so that it
 sees the masks alone that a graph makes of positions.
@@ -40,7 +40,8 @@ def causal_flags(graph):
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.scaled_dot_product_attention.default:
             mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-            flags.append((mask is not None, bool(node.args[5]) if len(node.args) > 5 else node.kwargs.get("is_causal", False)))
+            causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+            flags.append((mask is not None, bool(causal)))
     assert flags
     return flags
 
