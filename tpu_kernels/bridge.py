@@ -294,7 +294,7 @@ def emulated(call: Callable[..., Any], static: tuple[str, ...] = STATIC) -> Call
     jitted = _programs.jit(call, static)
 
     def run(*arguments: Any) -> Any:
-        with jax.default_device(_cpu()):
+        with interrupts_wait(), jax.default_device(_cpu()):
             made = jitted(*(_to_jax(each) if isinstance(each, torch.Tensor) else each for each in arguments))
         # jax computes asynchronously and torch knows of no event to wait for.
         made = jax.block_until_ready(made)
@@ -314,4 +314,10 @@ def on_tpu(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     keep_jax_off_the_tpu()
     from torch.tpu.pallas import jax_op  # type: ignore[import-not-found]  # added to torch by torch_tpu
 
-    return jax_op(name, call)
+    # A trace alone: calls of what is compiled already are short, and pay for nothing.
+    @functools.wraps(call)
+    def traced(*arguments: Any, **statics: Any) -> Any:
+        with interrupts_wait():
+            return call(*arguments, **statics)
+
+    return jax_op(name, traced)
