@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -49,6 +50,11 @@ class Steps:
     def order(self) -> Order:
         """Of each core, the independent steps in the order in which it came to them."""
         return tuple(tuple(dict.fromkeys(self._taken[core])) for core in sorted(self._taken))
+
+    @property
+    def in_a_row(self) -> int:
+        """How many steps, one after another, the longest independent step is made of."""
+        return max(Counter(itertools.chain(*self._taken.values())).values())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -110,10 +116,13 @@ def seeds_of_orders(grids: set[tuple[int, ...]]) -> list[int]:
     raise AssertionError(f"no seeds below 200 give {lacking} orders")
 
 
-def prove(run: Callable[[pltpu.InterpretParams], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def prove(
+    run: Callable[[pltpu.InterpretParams], dict[str, torch.Tensor]], in_a_row: int = 1
+) -> dict[str, torch.Tensor]:
     """What `run` returns under the checking interpreter, on one and on two cores, in ORDERS orders: always the same bits.
 
-    Raises whatever the interpreter finds, and AssertionError where the bits differ, or where no two orders were met.
+    in_a_row: how many dependent steps an independent one must be made of, so that something is carried between them.
+    Raises whatever the interpreter finds, and AssertionError where the bits differ, or where the grid shows too little.
     """
     try:
         with recorded() as calls:
@@ -138,6 +147,7 @@ def prove(run: Callable[[pltpu.InterpretParams], dict[str, torch.Tensor]]) -> di
         for (cores, index), orders in met.items():
             steps = calls[index]
             wanted = min(ORDERS, possible_orders(steps.sizes))
+            assert steps.in_a_row >= in_a_row, f"{steps.name}: {steps.in_a_row} steps in a row, not {in_a_row}"
             assert wanted > 1, f"{steps.name}: one independent step shows nothing, grid {steps.sizes}"
             assert len(orders) >= wanted, f"{steps.name}: {len(orders)} orders on {cores} core(s), not {wanted}"
     finally:

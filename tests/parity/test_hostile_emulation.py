@@ -232,6 +232,8 @@ def test_a_grid_of_one_step_is_no_proof() -> None:
 
     with pytest.raises(AssertionError, match="one independent step shows nothing"):
         prove(planted(double, grid=1))
+    with pytest.raises(AssertionError, match="1 steps in a row, not 2"):
+        prove(planted(double), in_a_row=2)
 
 
 def test_a_run_without_the_checking_interpreter_is_no_proof() -> None:
