@@ -36,7 +36,7 @@ def run(caplog, name="llama", **inputs):
     return model, logits
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("inputs", [{"attention_mask": ONES, "use_cache": False}, {}, {"attention_mask": ONES}])
 def test_packed_documents_that_see_each_other_are_told_once(name, inputs, caplog):
     model, logits = run(caplog, name, position_ids=PACKED, **inputs)

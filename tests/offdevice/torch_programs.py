@@ -29,6 +29,27 @@ def splash_attention(q, k, v):
     return out
 
 
+def attention_of_views(x, cache, *, layout):
+    """tpu_attention, 4 query heads and 2 KV heads of size 64, on views as models make them. x: a projection
+    [1, S, 12 * 64], of which queries are the first heads; cache: [1, 2, KV, 64]."""
+    from tpu_kernels import attention
+
+    heads = x.unflatten(-1, (12, 64))
+    if layout == "parts of a projection":
+        q, k, v = (each.transpose(1, 2) for each in (heads[:, :, :4], heads[:, :, 4:6], heads[:, :, 6:8]))
+    elif layout == "part of a cache":
+        q, k, v = heads[:, :, :4].transpose(1, 2), cache[:, :, 5:-7], cache[:, :, 5:-7]
+    elif layout == "length last":
+        k = (cache * 2).mT.contiguous().mT
+        q, v = heads[:, :, :4].permute(0, 3, 2, 1).contiguous().permute(0, 2, 3, 1), k
+    elif layout == "part of a head":
+        q, k, v = heads[..., :4, 8:40].transpose(1, 2), cache[..., 3:35], cache[..., 30:62]
+    else:
+        assert layout == "expanded"
+        q, k, v = heads[:, :, :4].transpose(1, 2), *(each[:, :1].expand(-1, 2, -1, -1) for each in (cache, cache + 1))
+    return attention.tpu_attention(torch.nn.Identity(), q, k, v, None)[0]
+
+
 def scale_and_shift(x: jax.Array, y: jax.Array, factor: float) -> jax.Array:
     """Stands for a kernel: plain JAX, so that the module it is put into can also run on a CPU."""
     return jax.jit(lambda a, b: a * factor + b)(x, y)
