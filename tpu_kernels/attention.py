@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from . import fallback, masks, ops, paged_cache, specs, tensor_parallel
@@ -41,6 +42,7 @@ _REFUSED = {
 _KV_BUCKET = 128
 # Sizes of scaling and softcap that every kernel takes.
 _SMALLEST, _LARGEST = 1e-30, 1e30
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def tpu_attention(
         cu_seq_lens_k = bounds["cu_seq_lens_k"]
     compiling = torch.compiler.is_compiling()
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # as autocast does for SDPA
+    if device != "meta" and torch.is_autocast_enabled(device):  # as autocast does for SDPA
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sinks = s_aux if s_aux is not None else sinks
@@ -139,6 +141,8 @@ def tpu_attention(
         sinks = tensor_parallel.local_sinks(sinks)
     unknown = tuple(sorted(_unknown(kwargs))) if kwargs else ()
     if scaling is None:
+        if query.shape[-1] == 0:
+            raise ValueError(f"query {tuple(query.shape)} has head_dim 0, which has no default scaling; pass one.")
         scaling = query.shape[-1] ** -0.5
     elif isinstance(scaling, torch.Tensor):
         raise TypeError("scaling is a tensor; pass a float (multiply the query by it for a learned scale).")
@@ -167,7 +171,7 @@ def tpu_attention(
         or (position_bias is not None and position_bias.requires_grad)
         or (attention_mask is not None and attention_mask.requires_grad)
     )
-    disabled, strict, precision = settings()
+    disabled, strict, precision, transformed = settings()
     k_shape, v_shape = (key.shape, value.shape) if pages is None else pages.shapes()
     facts = (
         query.shape,
@@ -191,6 +195,7 @@ def tpu_attention(
         precision,
         kernels,
         pages is not None,
+        transformed,
     )
     if compiling:
         plan = _make_plan(*facts)
@@ -387,6 +392,7 @@ def _make_plan(
     precision: str,
     kernels: tuple[str, ...] | None,
     paged: bool = False,
+    transformed: bool = False,
 ) -> _Plan:
     """Validate the facts of a call and route it. Pure, and traceable by Dynamo."""
     _check_devices(devices, None if mask_facts is None else mask_facts[2])
@@ -419,6 +425,7 @@ def _make_plan(
         unknown=unknown,
         disabled=disabled,
         paged=paged,
+        transformed=transformed,
     )
     route = decide(request, installed_specs(kernels))
     if route.target != "kernel":
@@ -448,6 +455,7 @@ def plan_with_lse(
     softcap: bool,
 ) -> _Plan:
     """The plan of a call that needs the softmax denominators, which only the training forward gives."""
+    disabled, _, precision, transformed = settings()
     return _make_plan(
         query.shape,
         key.shape,
@@ -466,9 +474,10 @@ def plan_with_lse(
         output_attentions=False,
         selected=False,
         unknown=(),
-        disabled=settings()[0],
-        precision=torch.get_float32_matmul_precision(),
+        disabled=disabled,
+        precision=precision,
         kernels=None,
+        transformed=transformed,
     )
 
 
@@ -645,21 +654,35 @@ def make_known(spec: specs.KernelSpec) -> None:
     _known[spec.name] = spec
 
 
-def settings() -> tuple[bool, bool, str]:
-    """(disabled, strict, float32 matmul precision): from TPU_KERNELS_DISABLE; TPU_KERNELS_STRICT or
-    `register(strict=...)`; `torch.set_float32_matmul_precision`. torch.compile reads them once, when it traces.
+def settings() -> tuple[bool, bool, str, bool]:
+    """(disabled, strict, float32 matmul precision, transformed): from TPU_KERNELS_DISABLE; TPU_KERNELS_STRICT or
+    `register(strict=...)`; `torch.set_float32_matmul_precision`; and whether torch.func or forward-mode AD differentiates
+    what runs. torch.compile reads them once, when it traces; it traces anew under another transform.
     """
     if torch.compiler.is_compiling():
         return _traced_settings()
     return _read_settings()
 
 
-def _read_settings() -> tuple[bool, bool, str]:
+def _read_settings() -> tuple[bool, bool, str, bool]:
     return (
         _on("TPU_KERNELS_DISABLE"),
         _strict or _on("TPU_KERNELS_STRICT"),
         torch.get_float32_matmul_precision(),
+        _transformed(),
     )
+
+
+def _transformed() -> bool:
+    """Whether torch.func's grad, vjp or jvp is at work, or a level of forward-mode AD is open.
+
+    The ops have the derivative of autograd only. Under a transform they would give none, or 0, and say nothing.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any(level.key() in _DERIVATIVES for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def _on(variable: str) -> bool:
@@ -667,7 +690,7 @@ def _on(variable: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _traced_settings() -> tuple[bool, bool, str]:
+def _traced_settings() -> tuple[bool, bool, str, bool]:
     return _read_settings()
 
 

@@ -39,6 +39,12 @@ _ALL = (
         "A gradient is needed and the kernel has no backward.",
         "Use torch.no_grad() for inference.",
     ),
+    Reason(
+        "transformed",
+        "torch.func (grad, vjp, jvp) or forward-mode AD differentiates the call; the kernel has the derivative of autograd "
+        "only.",
+        "Use backward() or torch.autograd.grad.",
+    ),
     Reason("position_bias", "The model adds a position bias to the scores, which the kernel cannot add."),
     Reason(
         "dense_mask",
@@ -64,7 +70,7 @@ _ALL = (
     Reason("softcap", "The kernel has no logit softcap."),
     Reason("sinks", "The kernel has no attention sinks."),
     Reason("batch_broadcast", "Query, key and value have different batch sizes."),
-    Reason("empty", "The query or the keys are empty (a zero-sized dimension)."),
+    Reason("empty", "The query, the keys or the values are empty (a zero-sized dimension)."),
     Reason(
         "output_attentions",
         "Attention weights were asked for, which no fused kernel keeps.",

@@ -19,6 +19,7 @@ class AttentionRequest:
         "ranges+validity" one with key validity; "dense_bool"/"dense_float" a 4-D mask with an element for each pair.
     selected_keys: the model selects the keys of each query by index (sparse attention); the selection is in the mask.
     paged: keys lie in pages found by a block table; kv_len is what the table can hold.
+    transformed: torch.func or forward-mode AD differentiates the call.
     unknown: names of keyword arguments this package does not know, sorted.
     """
 
@@ -44,6 +45,7 @@ class AttentionRequest:
     unknown: tuple[str, ...]
     disabled: bool
     paged: bool = False
+    transformed: bool = False
 
     @property
     def group_size(self) -> int:

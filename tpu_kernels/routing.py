@@ -46,8 +46,9 @@ def decide(request: AttentionRequest, specs: tuple[KernelSpec, ...]) -> Route:
             if reason is None:
                 return Route("kernel", "kernel", spec.name, pick_function(request, spec), tuple(refusals))
             refusals.append((spec.name, reason))
-    # SDPA drops sinks and refuses softcap, and keeps no weights: those calls are only right in eager.
-    eager = request.softcap or request.sinks or request.output_attentions
+    # SDPA drops sinks and refuses softcap, and keeps no weights: those calls are only right in eager. It also lacks
+    # forward-mode derivatives on some devices.
+    eager = request.softcap or request.sinks or request.output_attentions or request.transformed
     first = refusals[0][1] if refusals else (reason or "no_kernel")
     return Route("eager" if eager else "sdpa", first, refusals=tuple(refusals))
 
@@ -56,11 +57,13 @@ def _refused_by_all(request: AttentionRequest) -> str | None:
     """Reasons that do not depend on a kernel's capabilities."""
     if request.disabled:
         return "disabled"
+    if request.transformed:
+        return "transformed"
     if request.unknown:
         return "unknown_kwarg"
     if request.output_attentions:
         return "output_attentions"
-    if request.q_len == 0 or request.kv_len == 0 or request.batch == 0:
+    if request.q_len == 0 or request.kv_len == 0 or request.batch == 0 or request.head_dim == 0 or request.v_head_dim == 0:
         return "empty"
     if request.batch != request.kv_batch:
         return "batch_broadcast"
