@@ -373,6 +373,9 @@ def peer(
     return out.transpose(1, 2)[:, :rows]
 
 
+_FLUSHED = 2**12 * torch.finfo(torch.float32).tiny  # the terms of a row's or key's sum, each flushed to 0
+
+
 def units(
     inputs: list[torch.Tensor], sinks: torch.Tensor | None, made: Made, call: Call, out: torch.Tensor
 ) -> list[float]:
@@ -382,6 +385,7 @@ def units(
     whatever its order: one unit in the last place of the dtype for the largest such sum; two for a gradient, whose factors
     were rounded before. A gradient of scores is a difference of two sums, which float32 keeps: two of its units for their
     sizes. A weight is a power of a difference of scores: what float32 rounds off them is its relative error.
+    Numbers below float32's smallest normal one are 0 to a TPU, and to XLA on CPU.
     inputs, sinks, out: float64; `out` is exact.
     """
     g = call.geometry
@@ -395,7 +399,7 @@ def units(
     eps = eps + fine * (sizes + sizes.amax(-1, keepdim=True))[..., : g.kv_len]
     largest = [float(((weights * eps) @ v.abs()).max())]
     if not g.gradients:
-        return largest
+        return [_FLUSHED + each for each in largest]
     do, out = weights_of(call, out).transpose(1, 2), out.transpose(1, 2)
     shared = (do * out).sum(-1, keepdim=True)
     of_sums = (do.abs() * out.abs()).sum(-1, keepdim=True)
@@ -408,7 +412,7 @@ def units(
     largest.append(2 * float(((weights * eps).transpose(2, 3) @ do.abs()).unflatten(1, by_group).sum(2).max()))
     if sinks is not None:
         largest.append(2 * float((sink * (eps.amax(-1, keepdim=True) * shared.abs() + fine * of_sums)).sum((0, 2, 3)).max()))
-    return largest
+    return [_FLUSHED + each for each in largest]
 
 
 def error_of(got: torch.Tensor, exact: torch.Tensor) -> float:
