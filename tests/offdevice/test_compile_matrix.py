@@ -129,6 +129,11 @@ def kernels() -> list[tuple[dict, Path]]:
     return found
 
 
+def kernel_named(name: str) -> tuple[dict, Path]:
+    """One of `kernels`: its spec.toml, and its module's folder."""
+    return next(each for each in kernels() if each[0]["kernel"]["name"] == name)
+
+
 def cells(spec: dict) -> list[Cell]:
     """All head sizes and dtypes; groups, lengths and features go round, so that their pairs meet.
 

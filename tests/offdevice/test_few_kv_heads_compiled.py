@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_compile_matrix import Cell, kernels, vmem_budget
+from test_compile_matrix import Cell, kernel_named, vmem_budget
 
 from tpu_kernels.offdevice.aot import compile_all
 
 TARGET = "v6e"
-((SPEC, MODULE),) = [each for each in kernels() if each[0]["kernel"]["name"] == "range-attention"]
+SPEC, MODULE = kernel_named("range-attention")
 LENGTHS = {"decode": (1, 300), "paged": (1, 300), "forward_dense": (5, 300)}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from test_compile_matrix import Cell, kernels, vmem_budget
+from test_compile_matrix import Cell, kernel_named, vmem_budget
 
 from tpu_kernels.offdevice.aot import compile_all
 
 HEAD_DIMS = (32, 40, 64, 72, 80, 88, 96, 112, 128, 160, 192, 256, 512)
 LENGTHS = {"forward": (577, 577), "decode": (1, 1000), "forward_with_lse": (577, 577), "backward": (577, 577)}
-MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+_, MODULE = kernel_named("range-attention")
 
 
 @pytest.mark.slow

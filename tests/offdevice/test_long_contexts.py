@@ -11,14 +11,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_compile_matrix import Cell, kernels, vmem_budget
+from test_compile_matrix import Cell, kernel_named, vmem_budget
 
 from tpu_kernels.offdevice import aot
 from tpu_kernels.offdevice.aot import Array, compile_all
 from tpu_kernels.offdevice.emit import Emitter, FunctionJob
 from tpu_kernels.offdevice.targets import TARGETS
 
-MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+_, MODULE = kernel_named("range-attention")
 SMEM_BYTES = 1 << 20  # of one core, on every generation here
 ROOT = Path(__file__).parents[2]
 PLAIN, PROGRAMS = (Path(__file__).with_name(f"{name}.py") for name in ("plain_attention", "training_programs"))

@@ -9,27 +9,13 @@ import itertools
 
 import numpy as np
 import pytest
-from test_compile_matrix import Cell, kernels, vmem_budget
+from test_compile_matrix import Cell, kernel_named, vmem_budget
 
 from tpu_kernels.offdevice.schedule import Estimator
 from tpu_kernels.offdevice.targets import TARGETS
 
-MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+_, MODULE = kernel_named("range-attention")
 LENGTHS = {"forward": (128, 128), "forward_with_lse": (128, 128), "decode": (1, 512), "backward": (128, 128)}
-
-
-@pytest.fixture(scope="module")
-def estimators():
-    made: dict[str, Estimator] = {}
-
-    def get(name: str) -> Estimator:
-        if name not in made:
-            made[name] = Estimator(name, timeout=120)
-        return made[name]
-
-    yield get
-    for each in made.values():
-        each.close()
 
 
 def products(estimator: Estimator, function: str, dtype: str, precision: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from tpu_kernels.offdevice.aot import Array, FunctionJob
 from tpu_kernels.offdevice.llo import DmaModel, Program, UnsupportedProgramError
-from tpu_kernels.offdevice.schedule import Estimator, entry_instructions, smem_words
+from tpu_kernels.offdevice.schedule import entry_instructions, smem_words
 from tpu_kernels.offdevice.targets import TARGETS
 
 PEERS = Path(__file__).with_name("peers.py")
@@ -247,20 +247,6 @@ def test_instructions_of_an_optimised_module():
     assert found["k.1"].is_kernel and found["k.1"].operands == ("copy-done", "a")
     assert found["copy-start"].copied_bytes == 8 * 128 * 2
     assert found["copy-done"].layout == "1,0:T(8,128)(2,1)S(1)"
-
-
-@pytest.fixture(scope="module")
-def estimators():
-    made: dict[str, Estimator] = {}
-
-    def get(name: str) -> Estimator:
-        if name not in made:
-            made[name] = Estimator(name, timeout=120)
-        return made[name]
-
-    yield get
-    for each in made.values():
-        each.close()
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == "v6e" else pytest.mark.slow) for each in TARGETS])

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_compile_matrix import Cell, kernels, vmem_budget
+from test_compile_matrix import Cell, kernel_named, vmem_budget
 
 from tpu_kernels.offdevice.aot import compile_all
 from tpu_kernels.offdevice.targets import TARGETS
 
-MODULE = {spec["kernel"]["name"]: module for spec, module in kernels()}["range-attention"]
+_, MODULE = kernel_named("range-attention")
 BYTES_A_KEY = 2 * 2 * (128 + 128)  # key and value in bfloat16, each held twice: one is worked on, the next copied
 
 
