@@ -21,6 +21,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def thorough(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def causal(batch: int, length: int, width: int = 0) -> dict[str, Any]:
     ends = np.tile(np.arange(1, length + 1), (batch, 1))
     return dict(starts=np.maximum(ends - width, 0) if width else np.zeros_like(ends), ends=ends)
@@ -41,6 +45,8 @@ def known(call: Call, block_q: int = 0, block_kv: int = 0) -> dict[str, np.ndarr
         found["triangle"] = ranges.triangular(starts, ends, bounds, blocks.tile)
     if blocks.kv > ranges.BAND <= blocks.tile:
         found["band"] = ranges.bands(starts, ends, bounds, blocks.rows, blocks.tile, blocks.kv)
+    if blocks.subs > 1 and blocks.kv > blocks.tile:
+        found["pair"] = ranges.pairs(bounds, found.get("triangle"), blocks.subs)
     return {name: np.asarray(x) for name, x in found.items()}
 
 
@@ -60,12 +66,16 @@ def test_triangles_of_several_documents() -> None:
     check(call)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", slow("f32")])
-def test_chains_of_full_tiles(dtype: str) -> None:
-    """From 1 to 17 full tiles before the end of what a block of rows sees: chains of eight, four and two, and one left."""
+@pytest.mark.parametrize(("dtype", "valid"), [("bf16", False), thorough("bf16", True), slow("f32", False)])
+def test_chains_of_full_tiles(dtype: str, valid: bool) -> None:
+    """From 1 to 17 full tiles before the end of what a block of rows sees: chains of eight, four and two, and one left.
+
+    Blocks go in pairs in bfloat16, but for those of calls with validity.
+    """
     tiles = np.array([17, 16, 14, 13, 9, 8, 6, 1])
     ends = np.repeat(tiles * LANES, LANES)[None]
     call = make_call(4, dtype, 1, 1, 1, ends.size, 17 * LANES, 64, starts=np.zeros_like(ends), ends=ends)
+    call.valid = np.ones((1, 17 * LANES), bool) if valid else None
     blocks = block_sizes.Blocks(*known(call, LANES, 17 * LANES)["blocks"])
     assert (blocks.rows, blocks.kv, blocks.tile) == (LANES, 17 * LANES, LANES)
     check(call, block_q=LANES, block_kv=17 * LANES)
@@ -134,11 +144,11 @@ def test_bands_beside_rows_without_keys() -> None:
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), slow(128, "f32")])
 @pytest.mark.parametrize("mask", [slow("causal"), slow("window"), slow("documents"), "holes", "some rows see nothing"])
 def test_several_steps_of_several_blocks(mask: str, dim: int, dtype: str) -> None:
-    """12 blocks of rows in 2 steps, 3 key blocks: sums wait for the next key block while other rows are worked on."""
-    length = 1536
-    fields: dict[str, Any] = causal(2, length, 300 if mask == "window" else 0)
+    """18 blocks of rows in 2 steps, 3 key blocks: sums wait for the next key block while other rows are worked on."""
+    rows, length = 2304, 1536
+    fields: dict[str, Any] = causal(2, rows, 300 if mask == "window" else 0)
     if mask == "documents":
-        first = np.repeat([0, 7, 700, 1000], [7, 693, 300, 536])
+        first = np.repeat([0, 7, 700, 1000], [7, 693, 300, 1304])
         fields["starts"] = np.tile(first, (2, 1))
     elif mask == "holes":
         fields["valid"] = np.random.default_rng(0).random((2, length)) < 0.5
@@ -146,10 +156,62 @@ def test_several_steps_of_several_blocks(mask: str, dim: int, dtype: str) -> Non
     elif mask == "some rows see nothing":
         fields["ends"][0, 128:900] = 0
         fields["ends"][1, 1024:] = 0
-    call = make_call(8, dtype, 2, 2, 1, length, length, dim, sinks=torch.tensor([1.0, -1.0]), **fields)
+    call = make_call(8, dtype, 2, 2, 1, rows, length, dim, sinks=torch.tensor([1.0, -1.0]), **fields)
     blocks = known(call, block_q=128, block_kv=512)["blocks"]
-    assert blocks.tolist() == [128, 512, 512, 6]
+    assert blocks.tolist() == [128, 512, 512, 10]  # the last step has fewer
     check(call, block_q=128, block_kv=512)
+
+
+@pytest.mark.parametrize(("dim", "length"), [(64, 2048), slow(128, 2048), thorough(64, 4096)])
+def test_pairs_that_end_together(dim: int, length: int) -> None:
+    call = make_call(10, "bf16", 1, 2, 1, length, length, dim, **causal(1, length))
+    pairs = known(call)["pair"].tolist()
+    assert pairs == [2 * i + 1 if i % 2 == 0 else 0 for i in range(length // 512)]
+    check(call)
+
+
+@pytest.mark.parametrize(("keys", "ends"), [(2048, True), thorough(2560, True), slow(2100, False)])
+def test_pairs_that_see_every_key(keys: int, ends: bool) -> None:
+    """Four tiles end with the pair; a fifth, or one that is not filled, is left to each block by itself."""
+    call = make_call(11, "bf16", 1, 2, 1, 1024, keys, 64, sinks=torch.tensor([1.0, -1.0]))
+    assert known(call)["pair"].tolist() == [8, 0]
+    check(call)
+
+
+@pytest.mark.parametrize("tiles", [4, slow(6), slow(14), thorough(16)])
+def test_long_runs_of_pairs(tiles: int) -> None:
+    """Key blocks of 17 tiles of 128 keys: pairs in chains of eight, four and two, and what is left to each by itself."""
+    keys = 17 * 128
+    fields = dict(starts=np.zeros((1, 256), int), ends=np.full((1, 256), tiles * 128 + 60))
+    call = make_call(15, "bf16", 1, 1, 1, 256, keys, 64, **fields)
+    assert known(call, 128, keys)["pair"].tolist() == [2 * tiles, 0]
+    check(call, block_q=128, block_kv=keys)
+
+
+def test_no_pairs_of_rows_that_begin_apart_or_share_little() -> None:
+    for mask in (causal(1, 2048, 700), dict(starts=np.zeros((1, 1024), int), ends=np.full((1, 1024), 1000))):
+        length = mask["ends"].shape[1]
+        assert not known(make_call(12, "bf16", 1, 1, 1, length, 2048, 64, **mask))["pair"].any()
+
+
+@pytest.mark.parametrize("mask", ["causal", thorough("full"), slow("ends apart")])
+def test_pairs_over_several_key_blocks_and_steps(mask: str) -> None:
+    """Key blocks of 5 or 7 tiles of 128: sums of every block of rows wait, and pairs stop at each key block's end."""
+    rows, keys = 2304, 1536
+    fields: dict[str, Any] = {} if mask == "full" else causal(1, rows)
+    if mask == "ends apart":
+        fields["ends"] = np.repeat(np.arange(18)[::-1] * 85 + 60, 128)[None]
+    call = make_call(13, "bf16", 1, 2, 1, rows, keys, 64, **fields)
+    check(call, block_q=128, block_kv=640 if mask == "full" else 896)
+
+
+def test_a_pair_whose_last_tiles_hold_a_value_that_must_not_leak() -> None:
+    clean = make_call(14, "bf16", 1, 1, 1, 2048, 2048, 64, **causal(1, 2048))
+    v = clean.v.clone()
+    v[0, 0, 2000, 3] = torch.nan
+    call = Call(clean.q, clean.k, v, scale=clean.scale, starts=clean.starts, ends=clean.ends)
+    out = run(call)
+    assert torch.isfinite(out[:, :, :2000]).all() and not torch.isfinite(out[:, :, 2000:]).all(-1).any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, slow(torch.inf)])
@@ -220,6 +282,28 @@ def test_triangles_are_what_their_rows_see(case: tuple[np.ndarray, np.ndarray, i
         for row in range(block * rows, (block + 1) * rows):
             square = last + row % rows // LANES * LANES
             assert starts[0, row] >= ends[0, row] or (starts[0, row] <= last and square <= ends[0, row] <= square + LANES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows_and_keys())
+def test_pairs_see_whole_tiles_alike(case: tuple[np.ndarray, np.ndarray, int, int, int]) -> None:
+    starts, ends, kv_len, rows, _ = case
+    told = [jnp.asarray(x, jnp.int32) for x in (starts, ends)]
+    tile = min(rows, 128)
+    bounds = ranges.block_bounds(*told, None, kv_len=kv_len, rows=rows, tile=tile)
+    triangle = ranges.triangular(*told, bounds, tile) if tile == rows else None
+    subs = starts.shape[1] // rows
+    if subs == 1:
+        return
+    for block, pair in enumerate(np.asarray(ranges.pairs(bounds, triangle, subs))):
+        first, end = int(bounds.lo[block]), int(pair) // 2
+        assert not pair or (block % subs % 2 == 0 and block % subs + 1 < subs and (end - first) % 2 == 0)
+        for row in range(block * rows, (block + 2) * rows if pair else 0):
+            live = starts[0, row] < ends[0, row]
+            assert not live or end == first or (starts[0, row] <= first * tile and end * tile <= ends[0, row])
+        if pair % 2:
+            assert np.asarray(triangle)[block] and np.asarray(triangle)[block + 1]
+            assert (int(bounds.hi[block]), int(bounds.hi[block + 1])) == (end + 1, end + 2)
 
 
 def test_causal_rows_end_in_triangles() -> None:

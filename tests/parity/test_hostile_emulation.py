@@ -65,15 +65,18 @@ def test_checking_interpreter(case: str, extras: bool) -> None:
 @pytest.mark.parametrize(("way", "width", "length", "options"), [
     ("triangles", 0, 600, {}),
     ("bands", 128, 600, {}),
-    pytest.param("steps of several blocks of rows", 300, 1100, dict(block_q=128, block_kv=512), marks=pytest.mark.thorough),
+    pytest.param("pairs over two key blocks", 0, 1100, dict(block_q=128, block_kv=896), marks=pytest.mark.thorough),
+    pytest.param("steps of several blocks of rows", 300, 2304, dict(block_q=128, block_kv=512), marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_ways_of_forward(way: str, width: int, length: int, options: dict[str, int]) -> None:
     """Which way such a call takes is shown in test_forward_ways; here two heads share what is known of a key block."""
     ends = np.arange(1, length + 1)[None]
     call = make_call(3, "bf16", 1, 4, 2, length, length, 64, starts=np.maximum(ends - (width or length), 0), ends=ends)
-    plain = check(call, **options)
-    for seed in SEEDS:
-        assert torch.equal(check(call, interpret=hostile(seed), **options), plain)
+    plain, *outs = (check(call, interpret=how, **options) for how in (True, *map(hostile, SEEDS)))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    # XLA, which compiles the plain emulation, fuses products and sums: a result here and there rounds to its neighbour.
+    torch.testing.assert_close(outs[0], plain, rtol=2**-7, atol=0)
+    assert (outs[0] != plain).float().mean() < 1e-4
 
 
 def test_query_blocks_that_share_key_blocks() -> None:

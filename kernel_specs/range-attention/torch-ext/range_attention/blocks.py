@@ -50,7 +50,7 @@ def vmem_need(blocks: Blocks, kv_len: int, head_dim: int, v_dim: int, itemsize: 
     d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
     rows, kv, tile, subs = blocks
     copied = 2 * itemsize * (kv + subs * rows) * (d + dv)  # the pipeline holds two of every block
-    carried = 4 * rows * (dv + 3 * 8) * (subs if kv < kv_len else 1)  # accumulator, running maximum, sums, ranges
+    carried = 4 * rows * (dv + 3 * 8) * (subs if kv < kv_len else min(subs, 2))  # accumulator, running maximum, sums, ranges
     scores = 4 * rows * (4 * tile + 2 * dv)  # two tiles' scores, as much again of weights and spills, products
     return copied + carried + scores + 4 * 4 * tile * LANES  # validity, spread over the lanes
 
@@ -65,11 +65,14 @@ def choose_blocks(
     """
     budget = vmem_bytes or DEFAULT_VMEM_BYTES
     # Several blocks of rows in one step matter more than many keys in it.
-    candidates = [(*size, subs) for least in (4, 1) for size in _SIZES for subs in (8, 4, 2, 1) if subs >= least]
-    for rows, kv, tile, subs in candidates:
+    candidates = [(*size, most) for least in (4, 1) for size in _SIZES for most in (16, 8, 4, 2, 1) if most >= least]
+    for rows, kv, tile, most in candidates:
         rows = share(q_len, block_q or rows, LANES)
         q_blocks = -(-q_len // rows)
-        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile), share(q_blocks, subs, 1))
+        subs = share(q_blocks, most, 1)
+        if 1 < subs < q_blocks:  # every step begins with the first block of a pair, and leaves none alone
+            subs = round_up(subs, 2)
+        blocks = Blocks(rows, *_fit(kv_len, block_kv, kv, tile), subs)
         if vmem_need(blocks, kv_len, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)

@@ -20,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from .arguments import check_arguments
 from .arithmetic import positive_scale
 from .blocks import LANES, choose_blocks, length_last
-from .forward_kernel import Layout, Plan, kernel
+from .forward_kernel import kernel
+from .forward_step import Layout, Plan
 from .ranges import (
     BAND,
     bands,
@@ -28,9 +29,12 @@ from .ranges import (
     by_block,
     clamp_ranges,
     drop_ranges_without_valid_keys,
+    pairs,
     step_bounds,
     triangular,
 )
+
+LONGEST_PAIRED = 256  # values longer than this, and float32, make the code of a pair long and gain little
 
 
 def forward(
@@ -137,6 +141,8 @@ def attend(
         operands["triangle"] = triangular(starts, ends, bounds, blocks.tile)
     if key_valid is None and blocks.kv > BAND <= blocks.tile:
         operands["band"] = bands(starts, ends, bounds, rows, blocks.tile, blocks.kv)
+    if key_valid is None and subs > 1 < n and q.dtype == jnp.bfloat16 and v_dim <= LONGEST_PAIRED:
+        operands["pair"] = pairs(bounds, operands.get("triangle"), subs)
     scalars = len(operands)
 
     def kv_index(b, h, g, i, j, kv_first, kv_end, *_):
@@ -183,13 +189,15 @@ def attend(
         out_shape.append(jax.ShapeDtypeStruct((*heads, q_steps * subs, 1, rows), jnp.float32))
         out_specs.append(pl.BlockSpec((None, None, None, subs, 1, rows), lambda b, h, g, i, j, *_: (b, h, g, i, 0, 0)))
 
-    kept = subs if kv_blocks > 1 else 1  # blocks of rows whose sums wait for the next key block
+    # Blocks of rows whose sums wait: for the next key block, or for their neighbour.
+    kept = subs if kv_blocks > 1 else min(subs, 2)
     scratch = {
         "maximum": pltpu.VMEM((kept, 1, rows), jnp.float32),
         "total": pltpu.VMEM((kept, 8, rows), jnp.float32),
         "acc": pltpu.VMEM((kept, v_dim, rows), jnp.float32),
         "scores": pltpu.VMEM((2, blocks.tile, rows), jnp.float32),
         "leaks": pltpu.SMEM((1,), jnp.int32),
+        "way": pltpu.SMEM((2,), jnp.int32),
     }
     # The heads of a group go over the same keys, so what is known of a key block serves them all; but where a chip
     # has two cores and nothing else to divide between them, it divides the heads.
@@ -198,7 +206,7 @@ def attend(
         blocks=blocks, layout=layout, q_steps=q_steps, heads_in_order=heads_in_order, kv_len=kv_len,
         scale=scale, softcap=softcap, precision=precision, operands=(*operands, *outputs, *scratch),
     )  # fmt: skip
-    pairs = batch * q_heads * q_len * kv_len
+    products = batch * q_heads * q_len * kv_len
     out, *lse = pl.pallas_call(
         functools.partial(kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -214,8 +222,8 @@ def attend(
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * (head_dim + v_dim),
-            transcendentals=pairs,
+            flops=2 * products * (head_dim + v_dim),
+            transcendentals=products,
             bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
         ),
         interpret=interpret,

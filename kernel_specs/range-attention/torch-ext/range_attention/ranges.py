@@ -9,6 +9,7 @@ from jax import lax
 from .blocks import LANES
 
 NO_KEY = 2**31 - 1  # position of a key that nobody may see: past every end
+LEAST_IN_PAIRS = 4  # tiles
 BAND = 256  # keys that a group of LANES rows reads when it sees no more: a window of 128 takes that many
 # What `tile_state` says about the validity of one tile of keys, beside numbers above 0.
 NONE_VALID, SOME_VALID = -1, 0
@@ -151,3 +152,27 @@ def bands(starts: jax.Array, ends: jax.Array, bounds: BlockBounds, rows: int, ti
     fits = (last == 0) | ((at >= 0) & (last - origin <= at + BAND))
     band = fits.all(-1) & (bounds.hi * tile <= origin[:, 0] + kv) & ((bounds.hi - bounds.lo) * tile > BAND)
     return jnp.where(band[:, None], jnp.where(last == 0, 0, at // LANES), -1).reshape(-1).astype(jnp.int32)
+
+
+def pairs(bounds: BlockBounds, triangle: jax.Array | None, subs: int) -> jax.Array:
+    """int32 [B * blocks]: which blocks of query rows go together with the next one, as far as tiles are full for both.
+
+    0 for no pair; else twice the end of those tiles, of which there is an even number from the first one on, and one more
+    where both blocks then end in a triangle (see `triangular`), the second a tile later. The first of a pair has an even
+    place among the `subs` blocks of a step. Few tiles are not worth it.
+    """
+    fields = bounds.lo, bounds.hi, bounds.full_lo, bounds.full_hi
+    lo, hi, full_lo, full_hi = (x.reshape(-1, subs) for x in fields)
+    (lo, lo_b), (hi, hi_b), (full_lo, full_lo_b), (full_hi, full_hi_b) = (
+        (x[:, :-1], x[:, 1:]) for x in (lo, hi, full_lo, full_hi)
+    )
+    count = jnp.maximum(jnp.minimum(jnp.minimum(full_hi, full_hi_b), jnp.minimum(hi, hi_b)) - lo, 0) // 2 * 2
+    end = lo + count
+    alike = (lo == lo_b) & (lo < hi) & (lo < hi_b) & (jnp.maximum(full_lo, full_lo_b) <= lo)
+    alike &= jnp.arange(subs - 1) % 2 == 0
+    together = jnp.zeros_like(alike)
+    if triangle is not None:
+        cut = triangle.reshape(-1, subs) != 0
+        together = cut[:, :-1] & cut[:, 1:] & (hi == end + 1) & (hi_b == end + 2) & (full_hi_b == end + 1)
+    found = jnp.where(alike & ((count >= LEAST_IN_PAIRS) | together), 2 * end + together.astype(jnp.int32), 0)
+    return jnp.pad(found, ((0, 0), (0, 1))).reshape(-1).astype(jnp.int32)

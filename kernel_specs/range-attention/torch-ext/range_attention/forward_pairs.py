@@ -1,0 +1,117 @@
+"""Two neighbouring blocks of query rows of the forward kernel, taking turns over the tiles that are full for both.
+
+While one block's softmax runs, the other one's products do: neither waits for its own. `ranges.pairs` finds them.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .arithmetic import UNKNOWN
+from .forward_rows import NOTHING, TILE, Rows
+from .forward_step import ENDED, READY, RESUME, Step
+
+CHAINS = (2, 4)  # tiles, for both blocks, in one straight line of code
+LONG_CHAINS = (2, 4, 8)  # where a key block is long enough to use them twice
+LAST = 2  # tiles in one straight line with the two triangles after them
+
+
+class Pair:
+    """Blocks `i` and `i + 1` of the query rows of a step. Scores of the first lie in slot 0, of the second in slot 1."""
+
+    def __init__(self, step: Step, i: Any) -> None:
+        self.step, self.refs = step, step.refs
+        self.a, self.b = Rows(step, i), Rows(step, i + 1)
+
+    def prepare(self, t: Any) -> None:
+        """The first block's scores of tile t, or past its last one those of the first tile of the block after the pair."""
+        a, b = self.a, self.b
+        more = t < a.end
+        k = self.step.keys(jnp.where(more, t, b.next_first))
+        self.refs.scores[0] = a.scores(k, jnp.where(more, a.i, b.next))
+
+    def prepare_second(self, t: Any) -> None:
+        self.refs.scores[1] = self.b.scores(self.step.keys(t), self.b.i)
+
+    def turns(self, t: Any, count: int, triangle: bool = False) -> Any:
+        """`count` tiles from t on but for the last product with values; returns its (weights, scale), None for no tile.
+
+        triangle: the tile after them is a triangle for the first block.
+        """
+        a, b, scores, late = self.a, self.b, self.refs.scores, None
+        for c in range(count):
+            self.prepare_second(t + c)
+            if late is not None:
+                b.accumulate(*late, self.step.values(t + c - 1))
+            now = a.softmax(scores[0])
+            if triangle and c + 1 == count:
+                a.prepare_triangle(t + count, 0)
+            else:
+                self.prepare(t + c + 1)
+            a.accumulate(*now, self.step.values(t + c))
+            late = b.softmax(scores[1])
+        return late
+
+    def chain(self, t: Any, count: int) -> None:
+        """`count` tiles from t on."""
+        self.b.accumulate(*self.turns(t, count), self.step.values(t + count - 1))
+
+    def some_tiles(self, stop: Any, t: Any) -> Any:
+        """As many tiles from t on as a chain takes; returns the next tile."""
+        chains = LONG_CHAINS if self.step.tiles >= 2 * LONG_CHAINS[-1] else CHAINS
+        chains = [count for count in chains if count <= self.step.tiles]
+        size = chains[0]
+        for count in chains[1:]:
+            size = jnp.where(stop - t >= count, count, size)
+        for count in chains:
+            pl.when(size == count)(functools.partial(self.chain, t, count))
+        return t + size
+
+    def ending(self, t: Any, count: int) -> None:
+        """`count` tiles from t on, the first block's last, full for the second, the second's last, and both outputs."""
+        a, b, step = self.a, self.b, self.step
+        late, last = self.turns(t, count, triangle=True), t + count
+        self.prepare_second(last)
+        if late is not None:
+            b.accumulate(*late, step.values(last - 1))
+        sides = a.triangle(last, 0)
+        b.prepare_triangle(last + 1, 0)
+        a.finish(last, sides)
+        b.accumulate(*b.softmax(self.refs.scores[1]), step.values(last))
+        sides = b.triangle(last + 1, 0)
+        b.prepare(last + 2, 0)
+        b.finish(last + 1, sides)
+
+    def run(self) -> None:
+        """What the two do together, up to the tile where they go on by themselves, or their end."""
+        a, b, step, leaks, way = self.a, self.b, self.step, self.refs.leaks, self.refs.way
+        pair = self.refs.pair[a.block]
+
+        @pl.when(a.begins)  # they begin in the same tile
+        def _():
+            a.begin()
+            b.begin()
+
+        pl.when(way[READY] != TILE)(lambda: self.prepare(a.first))
+        t = jnp.minimum((pair >> 1) - step.base, step.tiles)
+        t = a.first + (jnp.maximum(t - a.first, 0) & ~1)
+        together = jnp.bool_(False)
+        stop = t
+        if self.refs.triangle is not None:
+            together = jnp.logical_and(step.ends_together(pair), t == (pair >> 1) - step.base)
+            pl.when(jnp.logical_and(together, leaks[0] == UNKNOWN))(step.look_for_leaks)
+            together = jnp.logical_and(together, leaks[0] == 0)
+            stop = jnp.where(together, jnp.maximum(t - LAST, a.first), t)
+        lax.while_loop(lambda at: at < stop, functools.partial(self.some_tiles, stop), a.first)
+        if self.refs.triangle is not None:
+            for count in (0, LAST) if step.tiles > LAST else (0,):
+                pl.when(jnp.logical_and(together, t - stop == count))(functools.partial(self.ending, stop, count))
+        over = jnp.logical_and(t == a.end, t == b.end)
+        pl.when(jnp.logical_and(over, a.ends))(a.flush_kept)
+        pl.when(jnp.logical_and(over, b.ends))(b.flush_kept)
+        done = jnp.logical_or(together, over)
+        left = jnp.where(done, b.next_ready, t < a.end)
+        way[READY], way[RESUME] = jnp.where(left, TILE, NOTHING), jnp.where(done, ENDED, t)
