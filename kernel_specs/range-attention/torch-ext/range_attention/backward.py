@@ -1,12 +1,13 @@
 """Gradients of attention on row ranges, written in Pallas for TPU.
 
-Two kernels, both of which recompute the weights from the forward pass's lse, block by block:
+They recompute the weights from the forward pass's lse, block by block: in one kernel for all three gradients
+(`backward_fused`) where VMEM holds a KV head's keys and sums, else in the two below:
 
 - dq: per block of query rows, over the key blocks that the rows see; grid and bounds are those of `forward`.
-- dk and dv: per block of keys, over the query blocks that see it, of every query head of the KV head's group. The sum
-  over the group happens in the float32 accumulators, so nothing is repeated and no partial result leaves the chip.
+- dk and dv: per block of keys, over the query blocks that see it, of every query head of the KV head's group.
 
-HBM beside the operands and results holds only numbers a row: delta, lse, ranges. As in `forward`, tiles that every row of a
+The sum over the group happens in float32 accumulators, so nothing is repeated and no partial result leaves the chip. HBM
+beside the operands and results holds only numbers a row: delta, lse, ranges. As in `forward`, tiles that every row of a
 block sees whole run without mask arithmetic, and values that a row does not see never reach it, nor it them.
 """
 
@@ -21,8 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
 from .arithmetic import column, dot
-from .blocks import LANES, Blocks, choose_backward_blocks
-from .ranges import NO_KEY, NONE_VALID, block_bounds, by_block, clamp_ranges, query_bounds
+from . import backward_fused
+from .backward_tiles import finite, for_tiles, tile_slice, weights_and_gradients
+from .blocks import LANES, Blocks, choose_backward_blocks, choose_fused_blocks
+from .ranges import NO_KEY, block_bounds, by_block, clamp_ranges, query_bounds
 
 
 def backward(
@@ -89,19 +92,24 @@ def _gradients(
     starts: jax.Array, ends: jax.Array, key_valid: jax.Array | None, *,
     scale: float, softcap: float, block_q: int, block_kv: int, precision: str, vmem_bytes: int, interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """The two kernel calls. q, do: [B, Hkv, G, Q, D or Dv]; lse, delta: [B, Hkv, G, Q]; ranges clamped."""
+    """The kernel calls. q, do: [B, Hkv, G, Q, D or Dv]; lse, delta: [B, Hkv, G, Q]; ranges clamped."""
     batch, kv_heads, group, q_len, head_dim = q.shape
     kv_len, v_dim = v.shape[2:]
-    blocks, vmem_limit = choose_backward_blocks(
-        q_len, kv_len, head_dim, v_dim, q.dtype.itemsize, block_q, block_kv, vmem_bytes
-    )
+    sizes = (q_len, kv_len, head_dim, v_dim, q.dtype.itemsize, block_q, block_kv, vmem_bytes)
+    fused = choose_fused_blocks(*sizes)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # there is nothing to weigh: weights of 0
+    if fused is not None:
+        return backward_fused.gradients(
+            q, k, v, do, lse, delta, starts, ends, key_valid, blocks=fused[0], vmem_limit=fused[1],
+            scale=scale, softcap=softcap, precision=precision, interpret=interpret,
+        )  # fmt: skip
+    blocks, vmem_limit = choose_backward_blocks(*sizes)
     rows, n = blocks.rows, blocks.kv // blocks.tile
     q_blocks, kv_blocks = -(-q_len // rows), -(-kv_len // blocks.kv)
     bounds = block_bounds(starts, ends, key_valid, kv_len=kv_len, rows=rows, tile=blocks.tile, full_needs_every_row=True)
     scalars = [x for x in bounds if x is not None]
 
-    # Rows along the lanes. lse is +inf where there is nothing to weigh, so that weights are 0 there.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    # Rows along the lanes.
     stats = jnp.stack([by_block(lse, rows, rows, jnp.inf), by_block(delta, rows, rows)], axis=4)
     ranges = jnp.stack([by_block(starts, rows, rows), by_block(ends, rows, rows)], axis=2)
     operands = [q, k, v, do, stats, ranges]
@@ -212,59 +220,6 @@ def _gradients(
     return dq, dk, dv
 
 
-def _weights(
-    s: jax.Array, dp: jax.Array, lse: jax.Array, delta: jax.Array, scale: float, softcap: float
-) -> tuple[jax.Array, jax.Array]:
-    """From products q k and do v to the weights and the gradient of the products q k, which lacks the factor scale."""
-    # Not powers of two with the factor folded into scale and lse: the larger numbers round worse, all alike in a row.
-    if softcap:
-        t = jnp.tanh(s * (scale / softcap))
-        p = jnp.exp(t * softcap - lse)
-        return p, p * (dp - delta) * (1.0 - t * t)
-    p = jnp.exp(s * scale - lse)
-    return p, p * (dp - delta)
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    """x with 0 for NaN and infinities: weight 0 times one of those is NaN.
-
-    Where the weight is not 0, the product q k or do v of the same row and key has already made the result NaN.
-    """
-    x32 = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x32) < jnp.inf, x32, 0.0).astype(x.dtype)
-
-
-def _for_tiles(
-    body: Any, full_body: Any, *, active: jax.Array, base: jax.Array, n: int, tiles: int, b: jax.Array,
-    bounds: tuple[jax.Array, jax.Array, jax.Array, jax.Array], state_ref: Any,
-) -> None:  # fmt: skip
-    """Calls body(t) or full_body(t) for the tiles t of one key block that one query block has to visit.
-
-    base: the key block's first tile. bounds: lo, hi, full_lo, full_hi of the query block.
-    """
-    lo, hi, full_lo, full_hi = bounds
-
-    def one(t, carry):
-        full = jnp.logical_and(base + t >= full_lo, base + t < full_hi)
-        if state_ref is None:
-            partly = jnp.logical_not(full)
-        else:
-            state = state_ref[b * tiles + base + t]
-            full = jnp.logical_and(full, state > 0)
-            partly = jnp.logical_and(jnp.logical_not(full), state != NONE_VALID)
-        pl.when(full)(lambda: full_body(t))
-        pl.when(partly)(lambda: body(t))
-        return carry
-
-    @pl.when(active)
-    def _():
-        lax.fori_loop(jnp.maximum(lo - base, 0), jnp.minimum(hi - base, n), one, 0)
-
-
-def _tile_slice(t: Any, tile: int) -> pl.Slice:
-    return pl.ds(pl.multiple_of(t * tile, tile), tile)
-
-
 def _dq_kernel(
     *refs, blocks: Blocks, q_blocks: int, tiles: int, scale: float, softcap: float, precision: str, has_valid: bool
 ) -> None:
@@ -293,20 +248,20 @@ def _dq_kernel(
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def add(t, k_clean: jax.Array, seen_of: Any) -> None:
-        k, v = k_ref[0, 0, _tile_slice(t, tile), :], v_ref[0, 0, _tile_slice(t, tile), :]
+        k, v = k_ref[0, 0, tile_slice(t, tile), :], v_ref[0, 0, tile_slice(t, tile), :]
         s = dot(q_ref[0, 0, 0], k, (1, 1), precision)
         dp = dot(do_ref[0, 0, 0], v, (1, 1), precision)
         parts = []
         for c in chunks:
             lanes = slice(c, c + LANES)
-            _, ds = _weights(s[:, lanes], dp[:, lanes], lse_ref[...], delta_ref[...], scale, softcap)
+            _, ds = weights_and_gradients(s[:, lanes], dp[:, lanes], lse_ref[...], delta_ref[...], scale, softcap)
             if seen_of is not None:
                 ds = jnp.where(seen_of(c), ds, 0.0)
             parts.append(ds.astype(k.dtype))
         acc_ref[...] += dot(jnp.concatenate(parts, axis=1), k_clean, (1, 0), precision)
 
     def full_tile(t) -> None:
-        add(t, k_ref[0, 0, _tile_slice(t, tile), :], None)
+        add(t, k_ref[0, 0, tile_slice(t, tile), :], None)
 
     def masked_tile(t) -> None:
         def seen(c: int) -> jax.Array:
@@ -315,9 +270,9 @@ def _dq_kernel(
                 position = jnp.where(valid_ref[0, t, :, c : c + LANES] != 0, position, NO_KEY)
             return jnp.logical_and(position >= start_ref[...], position < end_ref[...])
 
-        add(t, _finite(k_ref[0, 0, _tile_slice(t, tile), :]), seen)
+        add(t, finite(k_ref[0, 0, tile_slice(t, tile), :]), seen)
 
-    _for_tiles(
+    for_tiles(
         masked_tile, full_tile, active=j < used_blocks, base=base, n=n, tiles=tiles, b=b,
         bounds=(lo, hi, full_lo_ref[block], full_hi_ref[block]), state_ref=state_ref,
     )  # fmt: skip
@@ -360,36 +315,36 @@ def _dkv_kernel(
                 position_ref[t * tile : (t + 1) * tile, :] = jnp.where(valid, positions(t), NO_KEY)
 
     def add(t, q_clean: jax.Array, do_clean: jax.Array, seen_of: Any) -> None:
-        k, v = k_ref[0, 0, _tile_slice(t, tile), :], v_ref[0, 0, _tile_slice(t, tile), :]
+        k, v = k_ref[0, 0, tile_slice(t, tile), :], v_ref[0, 0, tile_slice(t, tile), :]
         s = dot(k, q_ref[0, 0, 0], (1, 1), precision)
         dp = dot(v, do_ref[0, 0, 0], (1, 1), precision)
         weights, parts = [], []
         for at in chunks:
             lanes = slice(at, at + LANES)
             lse, delta = stats_ref[0, 0, 0, 0, 0:1, lanes], stats_ref[0, 0, 0, 0, 1:2, lanes]
-            p, ds = _weights(s[:, lanes], dp[:, lanes], lse, delta, scale, softcap)
+            p, ds = weights_and_gradients(s[:, lanes], dp[:, lanes], lse, delta, scale, softcap)
             if seen_of is not None:
                 seen = seen_of(lanes)
                 # A NaN of `do` shows in delta, and must show in dv where `do` itself was cleaned.
                 p, ds = jnp.where(seen, p + (delta - delta), 0.0), jnp.where(seen, ds, 0.0)
             weights.append(p.astype(k.dtype))
             parts.append(ds.astype(k.dtype))
-        dv_acc_ref[_tile_slice(t, tile), :] += dot(jnp.concatenate(weights, axis=1), do_clean, (1, 0), precision)
-        dk_acc_ref[_tile_slice(t, tile), :] += dot(jnp.concatenate(parts, axis=1), q_clean, (1, 0), precision)
+        dv_acc_ref[tile_slice(t, tile), :] += dot(jnp.concatenate(weights, axis=1), do_clean, (1, 0), precision)
+        dk_acc_ref[tile_slice(t, tile), :] += dot(jnp.concatenate(parts, axis=1), q_clean, (1, 0), precision)
 
     def full_tile(t) -> None:
         add(t, q_ref[0, 0, 0], do_ref[0, 0, 0], None)
 
     def masked_tile(t) -> None:
-        position = positions(t) if position_ref is None else position_ref[_tile_slice(t, tile), :]
+        position = positions(t) if position_ref is None else position_ref[tile_slice(t, tile), :]
 
         def seen(lanes: slice) -> jax.Array:
             start, end = ranges_ref[0, 0, 0:1, lanes], ranges_ref[0, 0, 1:2, lanes]
             return jnp.logical_and(position >= start, position < end)
 
-        add(t, _finite(q_ref[0, 0, 0]), _finite(do_ref[0, 0, 0]), seen)
+        add(t, finite(q_ref[0, 0, 0]), finite(do_ref[0, 0, 0]), seen)
 
-    _for_tiles(
+    for_tiles(
         masked_tile, full_tile, active=first + j < last, base=base, n=n, tiles=tiles, b=b,
         bounds=(lo_ref[block], hi_ref[block], full_lo_ref[block], full_hi_ref[block]), state_ref=state_ref,
     )  # fmt: skip

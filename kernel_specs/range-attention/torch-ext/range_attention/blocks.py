@@ -164,3 +164,33 @@ def choose_backward_blocks(
         if backward_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
             break
     return blocks, int(0.95 * budget)
+
+
+def fused_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -> int:
+    """`backward_vmem_need` of the kernel of all three gradients, which holds a head's keys and sums, and works on
+    `subs` blocks of rows by two tiles at a time."""
+    d, dv = round_up(head_dim, LANES), round_up(v_dim, LANES)
+    rows, kv, tile, subs = blocks
+    size, keys = subs * rows, min(2 * tile, kv)
+    copied = 2 * itemsize * (size * (2 * d + dv) + 2 * kv * (d + dv))
+    summed = 4 * (size * d + kv * (d + dv))
+    work = 4 * size * keys * (2 + itemsize)  # scores, do v, and as operands weights and the scores' gradient
+    products = 4 * ((size + keys) * (d + dv) + size * d)
+    return copied + summed + work + products
+
+
+def choose_fused_blocks(
+    q_len: int, kv_len: int, head_dim: int, v_dim: int, itemsize: int, block_q: int, block_kv: int, vmem_bytes: int
+) -> tuple[Blocks, int] | None:
+    """`choose_backward_blocks` for the kernel of all three gradients; None where VMEM cannot hold a head's keys and sums.
+
+    All keys are one block: block_kv is the longest tile.
+    """
+    budget = vmem_bytes or DEFAULT_VMEM_BYTES
+    for rows, tile, subs in ((512, 512, 2), (512, 512, 1), (256, 512, 1), (256, 256, 1)):
+        rows = share(q_len, round_up(min(block_q or rows, q_len), LANES), LANES)
+        tile = share(kv_len, round_up(min(block_kv or tile, tile), LANES), LANES)
+        blocks = Blocks(rows, round_up(kv_len, tile), tile, share(-(-q_len // rows), subs, 1))
+        if fused_vmem_need(blocks, head_dim, v_dim, itemsize) <= 0.75 * budget:
+            return blocks, int(0.95 * budget)
+    return None
