@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from range_attention_reference import blocks as block_sizes
 from range_attention_reference import (
+    TWO_KERNELS,
     check_gradients,
     make_call,
     output_gradient,
@@ -24,6 +25,7 @@ from range_attention_reference import (
 from test_range_attention_kernel import MASKS, causal, packed, padded, scattered, window
 
 DTYPES = ("f32", "bf16")
+WAYS = [pytest.param({}, id="one kernel"), pytest.param(TWO_KERNELS, id="two kernels")]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -119,6 +121,22 @@ def test_several_tiles_in_one_key_block(case: str) -> None:
         fields["valid"][0, [3, 1030, 1031]] = False
         fields["valid"][0, 512:1024] = False
     check_gradients(make_call(5, "f32", 1, 2, 1, 400, 1300, 32, **fields), block_q=128)
+
+
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_pieces_of_several_tiles_and_blocks_of_rows(dtype: str) -> None:
+    """Four blocks of rows and five tiles: two by two where both blocks see both tiles whole, by themselves elsewhere.
+
+    In the first sequence no two blocks begin, end or are full alike; in the second the ranges are full, and a key is not valid.
+    """
+    by_row = lambda *values: np.stack([np.repeat(values[:4], 128), np.repeat(values[4:], 512)])  # noqa: E731
+    starts, ends = by_row(0, 0, 140, 150, 0), by_row(200, 430, 600, 400, 600)
+    valid = np.ones((2, 600), bool)
+    valid[1, 130] = False
+    call = make_call(7, dtype, 2, 2, 1, 512, 600, 32, starts=starts, ends=ends, valid=valid)
+    blocks, _ = block_sizes.choose_fused_blocks(512, 600, 32, 32, call.q.element_size(), 128, 128, 0)
+    assert (blocks.rows, blocks.tile, blocks.subs) == (128, 128, 2)
+    check_gradients(call, block_q=128, block_kv=128)
 
 
 @pytest.mark.slow
@@ -230,14 +248,15 @@ POISONS = [float("nan"), float("inf"), -float("inf"), 3e38]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.thorough
 @pytest.mark.parametrize("v_dim", [32, pytest.param(48, marks=pytest.mark.slow)])
-def test_hidden_slots_do_not_leak(v_dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_hidden_slots_do_not_leak(way: dict[str, int], v_dim: int, dtype: str) -> None:
     """Poison in keys and values that no row sees, and in queries that see no key, changes no bit of any gradient."""
     fields = {**causal(2, 140, 140), "valid": padded([60, 0], 140, "left")}
     fields["ends"] = fields["ends"].copy()
     fields["ends"][1, [0, 3, 139]] = 0
     call = make_call(17, dtype, 2, 4, 2, 140, 140, 32, v_dim, **fields)
     do = output_gradient(call)
-    clean = run_gradients(call, do, block_q=128, block_kv=128)
+    clean = run_gradients(call, do, block_q=128, block_kv=128, **way)
     dead_keys = torch.from_numpy(~call.mask.any(1))[:, None, :, None]
     dead_rows = torch.from_numpy(~call.mask.any(2))[:, None, :, None]
     assert dead_keys.sum() >= 60 and dead_rows.sum() == 63
@@ -246,17 +265,18 @@ def test_hidden_slots_do_not_leak(v_dim: int, dtype: str) -> None:
             call, q=call.q.masked_fill(dead_rows, poison), k=call.k.masked_fill(dead_keys, poison),
             v=call.v.masked_fill(dead_keys, poison),
         )  # fmt: skip
-        made = run_gradients(poisoned, do.masked_fill(dead_rows, poison), block_q=128, block_kv=128)
+        made = run_gradients(poisoned, do.masked_fill(dead_rows, poison), block_q=128, block_kv=128, **way)
         for name, expected in clean.items():
             assert torch.equal(made[name], expected), (name, poison)
             assert name == "lse" or made[name].isfinite().all()
 
 
-def test_poison_reaches_only_rows_and_keys_that_see_it() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_poison_reaches_only_rows_and_keys_that_see_it(way: dict[str, int]) -> None:
     """A NaN that some rows see spreads to those rows and to the keys they see, and no further."""
     call = make_call(18, "f32", 1, 2, 1, 130, 130, 32, **window(1, 130, 130, 20))
     do = output_gradient(call)
-    options = dict(block_q=128, block_kv=128)
+    options = dict(block_q=128, block_kv=128, **way)
     clean = run_gradients(call, do, **options)
     mask = torch.from_numpy(call.mask[0])
     for what, at in itertools.product(("q", "k", "v", "do"), (3, 127)):
@@ -335,6 +355,19 @@ def test_chosen_blocks(vmem: int) -> None:
         assert block_sizes.backward_vmem_need(blocks, dim, dim, itemsize) <= limit <= vmem * 2**20
         if min(q_len, kv_len) >= 4096 and dim == 64 and itemsize == 2:
             assert blocks.rows >= 512 and blocks.kv >= 512
+        sizes = (q_len, kv_len, dim, dim, itemsize, 0, 0, vmem * 2**20)
+        if fused := block_sizes.choose_fused_blocks(*sizes):
+            blocks, limit = fused
+            assert blocks.kv >= kv_len and blocks.kv % blocks.tile == 0
+            assert blocks.tile % 128 == 0 and blocks.rows % 128 == 0 and blocks.rows * (blocks.subs - 1) < q_len
+            assert block_sizes.fused_vmem_need(blocks, dim, dim, itemsize) <= limit <= vmem * 2**20
+        assert fused or kv_len * dim * itemsize > 200 * 512 * 2  # short keys always fit
+
+
+def test_no_room_for_all_keys() -> None:
+    assert block_sizes.choose_fused_blocks(8, 8, 8, 8, 4, 0, 0, **TWO_KERNELS) is None
+    assert block_sizes.choose_fused_blocks(4096, 8192, 128, 128, 2, 0, 0, 14 * 2**20) is None
+    assert block_sizes.choose_fused_blocks(4096, 8192, 128, 128, 2, 0, 0, 100 * 2**20) is not None
 
 
 @pytest.mark.parametrize("blocks", [(8, 300), pytest.param((1000, 1000), marks=pytest.mark.slow)])
