@@ -11,7 +11,6 @@ import torch
 from gradient_statistics import FEATURES, SEEDS, gradient_errors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from range_attention_reference import blocks as block_sizes
 from range_attention_reference import (
     TWO_KERNELS,
     check_gradients,
@@ -22,6 +21,7 @@ from range_attention_reference import (
     run,
     run_gradients,
 )
+from range_attention_reference import blocks as block_sizes
 from test_range_attention_kernel import MASKS, causal, packed, padded, scattered, window
 
 DTYPES = ("f32", "bf16")
@@ -127,7 +127,7 @@ def test_several_tiles_in_one_key_block(case: str) -> None:
 def test_pieces_of_several_tiles_and_blocks_of_rows(dtype: str) -> None:
     """Four blocks of rows and five tiles: two by two where both blocks see both tiles whole, by themselves elsewhere.
 
-    In the first sequence no two blocks begin, end or are full alike; in the second the ranges are full, and a key is not valid.
+    In the first sequence no two blocks begin, end or are full alike; in the second all see all, but for a key not valid.
     """
     by_row = lambda *values: np.stack([np.repeat(values[:4], 128), np.repeat(values[4:], 512)])  # noqa: E731
     starts, ends = by_row(0, 0, 140, 150, 0), by_row(200, 430, 600, 400, 600)

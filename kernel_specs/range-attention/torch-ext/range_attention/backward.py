@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from . import backward_fused
 from .arguments import check_arguments
 from .arithmetic import column, dot
-from . import backward_fused
 from .backward_tiles import finite, for_tiles, tile_slice, weights_and_gradients
 from .blocks import LANES, Blocks, choose_backward_blocks, choose_fused_blocks
 from .ranges import NO_KEY, block_bounds, by_block, clamp_ranges, query_bounds
