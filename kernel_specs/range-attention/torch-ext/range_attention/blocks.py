@@ -9,8 +9,10 @@ _SIZES = (
     (512, 8192, 512), (512, 4096, 512), (512, 2048, 512), (512, 1024, 512), (256, 1024, 512), (256, 512, 512),
     (256, 512, 256), (128, 512, 256), (128, 256, 256), (128, 256, 128), (128, 128, 128),
 )  # fmt: skip
-# Keys and values that a step of `decode` copies: enough to hide what a step costs, few enough to start soon.
-_DECODE_STEP_BYTES = 3 * 2**20
+# Keys and values that a step of `decode` copies: enough to hide what a step costs and how late a copy begins (half a
+# microsecond, in which tpu7x could copy 1.8 MB), few enough to start soon.
+_DECODE_STEP_BYTES = 6 * 2**20
+DECODE_AHEAD = 4  # tiles whose scores are computed before the softmax of the one before them
 
 
 class Blocks(NamedTuple):
@@ -114,7 +116,7 @@ def decode_vmem_need(blocks: Blocks, head_dim: int, v_dim: int, itemsize: int) -
     rows, kv, tile, subs = blocks
     copied = 2 * itemsize * subs * (kv + rows) * (d + dv)
     carried = 4 * rows * (subs * (dv + 2 * LANES) + 2 * LANES)
-    return copied + carried + 4 * rows * (3 * tile + 2 * dv)
+    return copied + carried + 4 * rows * ((2 + DECODE_AHEAD) * tile + 2 * dv)
 
 
 def choose_decode_blocks(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
 from .arithmetic import LOWEST, column, dot, flip, isolate, positive_scale, score_units, sink_as_kept
-from .blocks import LANES, Blocks, choose_decode_blocks, length_last, round_up
+from .blocks import DECODE_AHEAD, LANES, Blocks, choose_decode_blocks, length_last, round_up
 from .ranges import NO_KEY, NONE_VALID, block_bounds, by_block, clamp_ranges
 
 
@@ -236,15 +236,11 @@ def _kernel(
     @pl.when(all_full)
     def _():
         turns = [(h, t) for t in range(n) for h in range(heads)]
-        s = scores(0, keys(0, 0), k_last)
+        # Products with keys are issued some turns before their softmax, so that matrix and vector units work side by side.
+        waiting = [scores(h, keys(h, t), k_last) for h, t in turns[:DECODE_AHEAD]]
         for turn, (h, t) in enumerate(turns):
-            # The next product is issued before this softmax, so that matrix and vector units work side by side.
-            following = s
-            if turn + 1 < len(turns):
-                next_h, next_t = turns[turn + 1]
-                following = scores(next_h, keys(next_h, next_t), k_last)
-            full_tile(h, t, s)
-            s = following
+            waiting += [scores(h2, keys(h2, t2), k_last) for h2, t2 in turns[turn + DECODE_AHEAD : turn + DECODE_AHEAD + 1]]
+            full_tile(h, t, waiting.pop(0))
 
     @pl.when(jnp.logical_and(active, jnp.logical_not(all_full)))
     def _():
