@@ -30,20 +30,19 @@ def kernel(*refs: Any, plan: Plan) -> None:
         if step.refs.pair is None:
             lax.fori_loop(0, plan.blocks.subs, lambda i, ready: Rows(step, i).run(ready), NOTHING)
         else:
-            step.refs.way[READY], step.refs.way[RESUME] = NOTHING, ALONE
-            pl.loop(0, plan.blocks.subs)(lambda i: maybe_paired(step, i))
+            step.refs.way[READY] = NOTHING
+            pl.loop(0, plan.blocks.subs, step=2)(lambda i: maybe_paired(step, i))
 
 
 def maybe_paired(step: Step, i: Any) -> None:
-    """Block `i` of the query rows, with the next one as far as the two go together."""
-    way = step.refs.way
-    paired = step.goes_in_a_pair(i)
-    pl.when(paired)(lambda: Pair(step, i).run())
+    """Blocks `i` and `i + 1` of the query rows, together as far as they go so, and then each by itself."""
+    way, subs = step.refs.way, step.plan.blocks.subs
+    way[RESUME] = ALONE
+    pl.when(step.goes_in_a_pair(i))(lambda: Pair(step, i).run())
     resume = way[RESUME]
-    follows = jnp.where(paired, resume, ALONE)
 
     @pl.when(resume != ENDED)
     def _():
-        way[READY] = Rows(step, i, resume, follows).run(way[READY])
-
-    way[RESUME] = follows
+        @pl.loop(i, i + 2 if subs % 2 == 0 else jnp.minimum(i + 2, subs))
+        def _(j):
+            way[READY] = Rows(step, j, resume, jnp.where(j == i, resume, ALONE)).run(way[READY])

@@ -14,7 +14,7 @@ from .arithmetic import UNKNOWN
 from .forward_rows import NOTHING, TILE, Rows
 from .forward_step import ENDED, READY, RESUME, Step
 
-CHAINS = (2, 4)  # tiles, for both blocks, in one straight line of code
+CHAINS = (2, 4, 6)  # tiles, for both blocks, in one straight line of code
 LONG_CHAINS = (2, 4, 8)  # where a key block is long enough to use them twice
 LAST = 2  # tiles in one straight line with the two triangles after them
 
@@ -25,6 +25,8 @@ class Pair:
     def __init__(self, step: Step, i: Any) -> None:
         self.step, self.refs = step, step.refs
         self.a, self.b = Rows(step, i), Rows(step, i + 1)
+        self.long = step.tiles >= 2 * LONG_CHAINS[-1]
+        self.chains = [count for count in (LONG_CHAINS if self.long else CHAINS) if count <= step.tiles]
 
     def prepare(self, t: Any) -> None:
         """The first block's scores of tile t, or past its last one those of the first tile of the block after the pair."""
@@ -61,12 +63,10 @@ class Pair:
 
     def some_tiles(self, stop: Any, t: Any) -> Any:
         """As many tiles from t on as a chain takes; returns the next tile."""
-        chains = LONG_CHAINS if self.step.tiles >= 2 * LONG_CHAINS[-1] else CHAINS
-        chains = [count for count in chains if count <= self.step.tiles]
-        size = chains[0]
-        for count in chains[1:]:
+        size = self.chains[0]
+        for count in self.chains[1:]:
             size = jnp.where(stop - t >= count, count, size)
-        for count in chains:
+        for count in self.chains:
             pl.when(size == count)(functools.partial(self.chain, t, count))
         return t + size
 
@@ -96,22 +96,40 @@ class Pair:
             b.begin()
 
         pl.when(way[READY] != TILE)(lambda: self.prepare(a.first))
-        t = jnp.minimum((pair >> 1) - step.base, step.tiles)
-        t = a.first + (jnp.maximum(t - a.first, 0) & ~1)
-        together = jnp.bool_(False)
-        stop = t
-        if self.refs.triangle is not None:
-            together = jnp.logical_and(step.ends_together(pair), t == (pair >> 1) - step.base)
-            pl.when(jnp.logical_and(together, leaks[0] == UNKNOWN))(step.look_for_leaks)
-            together = jnp.logical_and(together, leaks[0] == 0)
-            stop = jnp.where(together, jnp.maximum(t - LAST, a.first), t)
-        lax.while_loop(lambda at: at < stop, functools.partial(self.some_tiles, stop), a.first)
-        if self.refs.triangle is not None:
+        t = (pair >> 1) - step.base
+        if not step.whole:
+            t = a.first + (jnp.maximum(jnp.minimum(t, step.tiles) - a.first, 0) & ~1)
+        if self.refs.triangle is None:
+            self.full_tiles(t)
+            self.leave(t)
+            return
+        together = step.ends_together(pair)
+        if not step.whole:
+            together = jnp.logical_and(together, t == (pair >> 1) - step.base)
+        pl.when(jnp.logical_and(together, leaks[0] == UNKNOWN))(step.look_for_leaks)
+        together = jnp.logical_and(together, leaks[0] == 0)
+        # In a short key block, only tiles that a longest chain leaves over are worth the longer ending.
+        take = jnp.logical_and(together, self.long or lax.rem(t - a.first, self.chains[-1]) == LAST)
+        stop = jnp.where(take, jnp.maximum(t - LAST, a.first), t)
+        self.full_tiles(stop)
+
+        @pl.when(together)
+        def _():
+            way[READY], way[RESUME] = jnp.where(b.next_ready, TILE, NOTHING), ENDED
             for count in (0, LAST) if step.tiles > LAST else (0,):
-                pl.when(jnp.logical_and(together, t - stop == count))(functools.partial(self.ending, stop, count))
+                pl.when(t - stop == count)(functools.partial(self.ending, stop, count))
+
+        pl.when(jnp.logical_not(together))(lambda: self.leave(t))
+
+    def full_tiles(self, stop: Any) -> None:
+        """The tiles before `stop`."""
+        lax.while_loop(lambda t: t < stop, functools.partial(self.some_tiles, stop), self.a.first)
+
+    def leave(self, t: Any) -> None:
+        """Where the two do not end in triangles: output of those that end before tile t, where the rest goes on."""
+        a, b, way = self.a, self.b, self.refs.way
         over = jnp.logical_and(t == a.end, t == b.end)
         pl.when(jnp.logical_and(over, a.ends))(a.flush_kept)
         pl.when(jnp.logical_and(over, b.ends))(b.flush_kept)
-        done = jnp.logical_or(together, over)
-        left = jnp.where(done, b.next_ready, t < a.end)
-        way[READY], way[RESUME] = jnp.where(left, TILE, NOTHING), jnp.where(done, ENDED, t)
+        left = jnp.where(over, b.next_ready, t < a.end)
+        way[READY], way[RESUME] = jnp.where(left, TILE, NOTHING), jnp.where(over, ENDED, t)

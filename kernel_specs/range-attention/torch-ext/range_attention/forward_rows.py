@@ -38,7 +38,7 @@ class Rows:
 
     def __init__(self, step: Step, i: Any, resume: Any = None, next_resume: Any = None) -> None:
         """resume: the tile where the block goes on after a `Pair`, or ALONE; next_resume: the same of the next block."""
-        refs, base, tiles, subs = step.refs, step.base, step.tiles, step.plan.blocks.subs
+        refs, subs = step.refs, step.plan.blocks.subs
         self.step, self.refs, self.plan, self.i = step, step.refs, step.plan, i
         self.rows, self.tile = step.plan.blocks.rows, step.plan.blocks.tile
         self.long_code = refs.q.dtype == jnp.float32 or refs.acc.shape[1] > 256
@@ -48,22 +48,22 @@ class Rows:
         kept = refs.acc.shape[0]
         self.slot = i if kept == subs else i & (kept - 1)
         lo, hi, self.full_lo, self.full_hi = refs.lo[block], refs.hi[block], refs.full_lo[block], refs.full_hi[block]
-        self.first, self.end = jnp.maximum(lo - base, 0), jnp.minimum(hi - base, tiles)  # tiles of this key block
+        self.first, self.end = step.tiles_here(lo, hi)
         if resume is not None:
             self.first = jnp.where(resume == ALONE, self.first, resume)
         self.some = self.first < self.end
         # In which key block the rows begin, and in which they end.
-        self.begins = jnp.where(lo < hi, lo // tiles, step.kv_first) == step.kv_block
+        self.begins = step.has_tile(lo, lo < hi)
         if resume is not None:
             self.begins = jnp.logical_and(self.begins, resume == ALONE)
-        self.ends = jnp.where(lo < hi, (hi - 1) // tiles, step.kv_first) == step.kv_block
+        self.ends = step.has_tile(hi - 1, lo < hi)
         # The next block of rows, whose first scores are computed beside this one's last softmax.
         self.next = jnp.minimum(i + 1, subs - 1)
-        next_lo, next_hi = refs.lo[step.number * subs + self.next], refs.hi[step.number * subs + self.next]
-        next_first = jnp.maximum(next_lo - base, 0)
+        next_block = step.number * subs + self.next
+        next_first, next_end = step.tiles_here(refs.lo[next_block], refs.hi[next_block])
         if next_resume is not None:
             next_first = jnp.where(next_resume == ALONE, next_first, next_resume)
-        next_some = next_first < jnp.minimum(next_hi - base, tiles)
+        next_some = next_first < next_end
         self.next_first = jnp.where(next_some, next_first, 0)
         self.next_ready = jnp.logical_and(self.some, jnp.logical_and(i + 1 < subs, next_some))
 

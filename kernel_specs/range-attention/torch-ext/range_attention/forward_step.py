@@ -84,25 +84,41 @@ class Step:
         self.plan, self.refs = plan, refs
         self.inner, self.unit = score_units(plan.scale, plan.softcap)
         self.tiles = plan.blocks.kv // plan.blocks.tile  # of a key block
+        self.whole = plan.kv_len <= plan.blocks.kv  # the key block has every key: it is block 0
         self.all_tiles = -(-plan.kv_len // plan.blocks.tile)
         self.batch, _, self.head, self.row_step, self.key_step = (pl.program_id(axis) for axis in range(5))
         self.number = self.batch * plan.q_steps + self.row_step
         self.kv_first, self.kv_end = refs.kv_first[self.number], refs.kv_end[self.number]
         self.kv_block = self.kv_first + self.key_step
-        self.base = self.kv_block * self.tiles  # the key block's first tile
+        self.base = 0 if self.whole else self.kv_block * self.tiles  # the key block's first tile
 
     def goes_in_a_pair(self, i: Any) -> Any:
         """Whether block i of the query rows has something to do in this key block together with the next one."""
         block = self.number * self.plan.blocks.subs + i
         pair = self.refs.pair[block]
+        if self.whole:
+            return pair > 0
         end = (pair >> 1) - self.base
         some = jnp.minimum(end, self.tiles) - jnp.maximum(self.refs.lo[block] - self.base, 0) >= 2
         return jnp.logical_and(pair > 0, jnp.logical_or(some, self.ends_together(pair)))
 
     def ends_together(self, pair: Any) -> Any:
         """Whether a pair's two last tiles are triangles (as `ranges.pairs` says) and lie in this key block."""
+        together = (pair & 1) == 1
+        if self.whole:
+            return together
         end = (pair >> 1) - self.base
-        return jnp.logical_and((pair & 1) == 1, jnp.logical_and(end >= 0, end + 2 <= self.tiles))
+        return jnp.logical_and(together, jnp.logical_and(end >= 0, end + 2 <= self.tiles))
+
+    def tiles_here(self, lo: Any, hi: Any) -> tuple[Any, Any]:
+        """Those of the tiles [lo, hi) that lie in this key block, counted from its first."""
+        if self.whole:
+            return lo, hi
+        return jnp.maximum(lo - self.base, 0), jnp.minimum(hi - self.base, self.tiles)
+
+    def has_tile(self, tile: Any, some: Any) -> Any:
+        """Whether this key block has `tile`, or is the step's first where there is not `some` tile."""
+        return True if self.whole else jnp.where(some, tile // self.tiles, self.kv_first) == self.kv_block
 
     def clear(self) -> None:
         acc = self.refs.acc
@@ -129,6 +145,7 @@ class Step:
     def look_for_leaks(self) -> None:
         """Whether a value of this key block is not finite."""
         refs, tiles = self.refs, self.tiles
+        least = min if self.whole else jnp.minimum
 
         def look(t, found):
             return jnp.bitwise_or(found, not_finite(self.values(t)))
@@ -136,11 +153,11 @@ class Step:
         columns = self.plan.blocks.tile if self.plan.layout.v else refs.v.shape[-1]
         found = jnp.zeros((8, columns), jnp.int32)
         if self.plan.kv_len % self.plan.blocks.tile:
-            whole = jnp.minimum(self.plan.kv_len // self.plan.blocks.tile - self.base, tiles)
+            whole = least(self.plan.kv_len // self.plan.blocks.tile - self.base, tiles)
             found = lax.fori_loop(0, whole, look, found)
-            found = jnp.bitwise_or(found, not_finite(self.known_values(jnp.minimum(whole, tiles - 1))))
+            found = jnp.bitwise_or(found, not_finite(self.known_values(least(whole, tiles - 1))))
         else:
-            found = lax.fori_loop(0, jnp.minimum(self.all_tiles - self.base, tiles), look, found)
+            found = lax.fori_loop(0, least(self.all_tiles - self.base, tiles), look, found)
         refs.leaks[0] = jnp.where(any_set(found), 1, 0)
 
     def keys(self, t: Any, at: Any = 0, size: int = 0) -> jax.Array:
