@@ -17,6 +17,14 @@ from tpu_kernels import bridge
 from tpu_kernels.interrupts import interrupts_wait
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A process started in the background may ignore Ctrl-C, and its children with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupted:
     """Ctrl-C comes while it is finalized, where Python prints what is raised and goes on."""
 
