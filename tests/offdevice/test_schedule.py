@@ -122,6 +122,22 @@ def test_arithmetic_is_of_32_bits():
         assert run.cycles == 7, operation
 
 
+@pytest.mark.parametrize(("dividend", "quotient", "remainder"), [(96, 13, 5), (2**32 - 1, 613566756, 3)])
+def test_a_division_hands_back_its_quotient_and_then_its_remainder(dividend, quotient, remainder):
+    """No vector unit hands them back: `popped` says nothing about them."""
+    for register, expected in (("%s2_s2", quotient), ("%s3_s3", remainder), ("%s4_s4", quotient)):
+        run = program(
+            f"%s0_s0 = smov.u32 {dividend}  ;;  %p1_p1 = smov.u32 0  ;;  %s4_s4 = smov.u32 {quotient}",
+            "%5 = sdivrem.u32 (!%p1_p1), %s0_s0, 7 /* kDivAndRem */  ;;  %6 = sdivrem.u32 (%p1_p1), %s0_s0, 5",
+            "%s2_s2 = spop.drf (!%p1_p1), %5  ;;  %s4_s4 = spop.drf (%p1_p1), %6",
+            "%s3_s3 = spop.drf (!%p1_p1), %5  ;;  %s5_s5 = spop.drf (%p1_p1), %6",
+            f"%p0_p0 = scmp.eq.s32.totalorder {register}, {expected}",
+            "%9 = sbr.rel (%p0_p0) target bundleno = 10 (0xa), region = 1",
+            *[""] * 5,
+        ).run(MODEL, popped=0)
+        assert run.cycles == 8, register
+
+
 def test_unknown_values_do_no_harm_where_nothing_depends_on_them():
     made = program("%s1_s1 = spop %v3_v3", "%s2_s2 = snewthing.u32 %s1_s1, 3", "%s3_s3 = sadd.s32 %s2_s2, 1", "")
     assert made.run(MODEL).cycles == 4
@@ -173,6 +189,8 @@ def test_a_predicate_that_is_not_known_makes_its_results_unknown():
         (["%s1_s1 = snewthing.u32 1", "%p1_p1 = scmp.eq.s32.totalorder %s1_s1, 0", *loop(2)[-2:]], "is not there|not known"),
         (["%5 = dma.done.wait [#allocation4], 100"], "a DMA that it did not start"),
         (["%5 = newcontrol.op 3"], "opcode newcontrol.op is not known"),
+        (["%5 = sdivrem.u32 9, 7", "%s2_s2 = spop.drf %5"], "1 results of the division %5 are read"),
+        (["%s2_s2 = spop.drf %5"], "a result of no division"),
         (["%5 = vwait.ge [#allocation4], 1"], "vwait.ge waits"),
         (["%5 = dma.teleport %s1, 3"], "a DMA of unknown form"),
         (["%5 = sbr.ind %s1_s1"], "branches in an unknown way"),

@@ -185,7 +185,6 @@ _ARITHMETIC = {
     "smin": "smaller({a}, {b})",
     "smax": "larger({a}, {b})",
     "sdiv": "divide({a}, {b})",
-    "sdivrem": "divide({a}, {b})",
     "srem": "remainder({a}, {b})",
     "sclz": "leading_zeros({a})",
     "smov": "{a}",
@@ -284,7 +283,11 @@ class Program:
                 f"the utilisation table has {len(self._rows)} rows for {len(self._bundles)} bundles"
             )
         self._registers: dict[str, int] = {}
+        self._divisions: dict[str, int] = {}  # how many results of each are read
         self._blocks = self._compile()
+        for name, results in self._divisions.items():
+            if results != 2:
+                raise UnsupportedProgramError(f"{results} results of the division %{name} are read, not quotient and remainder")
         self._by_start = {block.start: index for index, block in enumerate(self._blocks)}
         for at, (_, target) in self._branches.items():
             if target not in self._by_start:
@@ -474,6 +477,16 @@ class Program:
         if family in _SYNC:
             values = ", ".join(self._value(each) for each in arguments[:2])
             return step(f"machine.{_SYNC[family]}({values})", "")
+        if family == "sdivrem":
+            a, b = (self._value(each) if ".s32" in opcode else f"unsigned({self._value(each)})" for each in arguments[:2])
+            self._divisions[target] = 0
+            return step(f"divide({a}, {b})", f"{target}_0") + step(f"remainder({a}, {b})", f"{target}_1")
+        if opcode == "spop.drf":  # first a division's quotient, then its remainder
+            division = arguments[0].removeprefix("%")
+            if division not in self._divisions:
+                raise UnsupportedProgramError(f"a result of no division: {operation[:120]}")
+            self._divisions[division] += 1
+            return step(f"@{division}_{self._divisions[division] - 1}@")
         if family == "spop":
             return step("machine.popped")
         if scalar:
