@@ -287,7 +287,7 @@ class Program:
         self._blocks = self._compile()
         for name, results in self._divisions.items():
             if results != 2:
-                raise UnsupportedProgramError(f"{results} results of the division %{name} are read, not quotient and remainder")
+                raise UnsupportedProgramError(f"{results} results of the division %{name} are read, not two")
         self._by_start = {block.start: index for index, block in enumerate(self._blocks)}
         for at, (_, target) in self._branches.items():
             if target not in self._by_start:
