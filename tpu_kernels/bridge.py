@@ -1,6 +1,6 @@
 """A kernel's JAX functions as torch sees them: emulated on CPU through dlpack, and on TPU through torch_tpu.
 
-Importing this module imports jax; nothing else in the package does.
+Importing this module imports jax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from .chip import tracing_for
 from .interrupts import interrupts_wait
+from .offdevice.targets import TARGETS
+from .tuning import generation
 
 KernelFunction = Callable[..., Any]
 
@@ -314,10 +317,12 @@ def on_tpu(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     keep_jax_off_the_tpu()
     from torch.tpu.pallas import jax_op  # type: ignore[import-not-found]  # added to torch by torch_tpu
 
+    chip = TARGETS.get(generation())
+
     # A trace alone: calls of what is compiled already are short, and pay for nothing.
     @functools.wraps(call)
     def traced(*arguments: Any, **statics: Any) -> Any:
-        with interrupts_wait():
+        with interrupts_wait(), tracing_for(chip):
             return call(*arguments, **statics)
 
     return jax_op(name, traced)

@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from range_attention_reference import Call, check, make_call, ranges, reference, run
+from range_attention_reference import Call, check, make_call, range_attention, ranges, reference, run
 from range_attention_reference import blocks as block_sizes
+
+from tpu_kernels.chip import tracing_for
+from tpu_kernels.offdevice.targets import TARGETS
 
 LANES = block_sizes.LANES
 
@@ -203,6 +206,39 @@ def test_pairs_over_several_key_blocks_and_steps(mask: str) -> None:
         fields["ends"] = np.repeat(np.arange(18)[::-1] * 85 + 60, 128)[None]
     call = make_call(13, "bf16", 1, 2, 1, rows, keys, 64, **fields)
     check(call, block_q=128, block_kv=640 if mask == "full" else 896)
+
+
+@pytest.mark.parametrize(("mask", "length", "block_q", "block_kv"), [
+    ("causal", 1536, 128, 896), thorough("causal", 2048, 0, 0), thorough("full", 2304, 128, 2176),
+])  # fmt: skip
+def test_pairs_on_chips_with_narrow_matrix_units(
+    mask: str, length: int, block_q: int, block_kv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of two tiles: the same sums in the same order as anywhere, so the same bits."""
+    call = make_call(16, "bf16", 1, 1, 1, length, length, 64, **(causal(1, length) if mask == "causal" else {}))
+    assert known(call, block_q, block_kv)["pair"].any()
+    elsewhere = run(call, block_q=block_q, block_kv=block_kv)
+    chains: list[list[int]] = []
+    pairs = range_attention.forward_kernel.Pair
+    made = pairs.__init__
+
+    def spy(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        chains.append(self.chains)
+
+    monkeypatch.setattr(pairs, "__init__", spy)
+    with tracing_for(TARGETS["v5e"]):
+        out = check(call, block_q=block_q, block_kv=block_kv)
+    assert chains and all(each == [2] for each in chains)
+    assert torch.equal(out, elsewhere)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_which_chips_have_narrow_matrix_units(name: str) -> None:
+    narrow = range_attention.arithmetic.narrow_matrix_units
+    assert not narrow()
+    with tracing_for(TARGETS[name]):
+        assert narrow() is (TARGETS[name].mxu_width == 128)
 
 
 def test_a_pair_whose_last_tiles_hold_a_value_that_must_not_leak() -> None:

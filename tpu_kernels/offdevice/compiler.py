@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -20,8 +19,9 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
+from ..chip import tracing_for
 from .targets import Target, target
 from .worker import Stage, load
 
@@ -30,14 +30,6 @@ from .worker import Stage, load
 def device_of(name: str) -> Any:
     """The compile-only device of a generation."""
     return topologies.get_topology_desc(platform="tpu", topology_name=target(name).topology).devices[0]
-
-
-@contextlib.contextmanager
-def tracing_for(goal: Target) -> Iterator[None]:
-    """Kernels traced in the block that ask for their chip (`pltpu.get_tpu_info()`) see the target."""
-    device = AbstractDevice(device_kind=goal.device_kind, num_cores=goal.cores, platform="tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        yield
 
 
 def load_function(reference: str) -> Callable[..., Any]:

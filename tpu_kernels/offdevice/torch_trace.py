@@ -38,7 +38,8 @@ def emit_function(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     """A job of `emit.FunctionJob`: the function runs eagerly on placeholders, and what it records is
     lowered."""
     stage("import")
-    from .compiler import load_function, tracing_for
+    from ..chip import tracing_for
+    from .compiler import load_function
 
     offline.start()
     function = load_function(job["function"])
@@ -66,7 +67,8 @@ def emit_function(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
 def emit_module(job: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
     """A job of `emit.ModuleJob`: the program goes through torch.compile(backend="tpu")."""
     stage("import")
-    from .compiler import load_function, tracing_for
+    from ..chip import tracing_for
+    from .compiler import load_function
 
     offline.start()
     build = load_function(job["builder"])

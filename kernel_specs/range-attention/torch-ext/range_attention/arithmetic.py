@@ -19,6 +19,15 @@ _LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 UNKNOWN = -1  # whether a key block holds a value that must not leak: 0, 1, or not looked at
 
 
+def narrow_matrix_units() -> bool:
+    """Whether the chip that is traced for is known to have matrix units of 128 x 128 (v4, v5e, v5p), not 256 x 256.
+
+    Who traces tells it by jax's abstract device; jax's own devices are not asked, as they may be another platform's.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "tpu" and pltpu.get_tpu_info().mxu_column_size == 128
+
+
 def score_units(scale: float, softcap: float) -> tuple[float, float]:
     """(inner, unit) for scores kept as they come from the product, or with softcap as tanh(product * inner).
 

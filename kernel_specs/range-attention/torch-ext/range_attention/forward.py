@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .arguments import check_arguments
-from .arithmetic import positive_scale
+from .arithmetic import narrow_matrix_units, positive_scale
 from .blocks import LANES, choose_blocks, length_last
 from .forward_kernel import kernel
 from .forward_step import Layout, Plan
@@ -204,7 +204,8 @@ def attend(
     heads_in_order = batch * kv_heads % 2 == 0
     plan = Plan(
         blocks=blocks, layout=layout, q_steps=q_steps, heads_in_order=heads_in_order, kv_len=kv_len,
-        scale=scale, softcap=softcap, precision=precision, operands=(*operands, *outputs, *scratch),
+        scale=scale, softcap=softcap, precision=precision, narrow=narrow_matrix_units(),
+        operands=(*operands, *outputs, *scratch),
     )  # fmt: skip
     products = batch * q_heads * q_len * kv_len
     out, *lse = pl.pallas_call(

@@ -16,6 +16,7 @@ from .forward_step import ENDED, READY, RESUME, Step
 
 CHAINS = (2, 4, 6)  # tiles, for both blocks, in one straight line of code
 LONG_CHAINS = (2, 4, 8)  # where a key block is long enough to use them twice
+NARROW_CHAINS = (2,)  # where products take long themselves: latency counts less, and libtpu orders short code better
 LAST = 2  # tiles in one straight line with the two triangles after them
 
 
@@ -25,8 +26,13 @@ class Pair:
     def __init__(self, step: Step, i: Any) -> None:
         self.step, self.refs = step, step.refs
         self.a, self.b = Rows(step, i), Rows(step, i + 1)
-        self.long = step.tiles >= 2 * LONG_CHAINS[-1]
-        self.chains = [count for count in (LONG_CHAINS if self.long else CHAINS) if count <= step.tiles]
+        narrow = step.plan.narrow
+        long_chains = NARROW_CHAINS if narrow else LONG_CHAINS
+        self.long = step.tiles >= 2 * long_chains[-1]
+        self.chains = [count for count in (long_chains if narrow or self.long else CHAINS) if count <= step.tiles]
+        if narrow and self.refs.acc.shape[0] == 2:
+            # Known when traced: what adds to one accumulator need not wait for what reads the other.
+            self.a.slot, self.b.slot = 0, 1
 
     def prepare(self, t: Any) -> None:
         """The first block's scores of tile t, or past its last one those of the first tile of the block after the pair."""

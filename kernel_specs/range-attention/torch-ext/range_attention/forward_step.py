@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     scale: float
     softcap: float
     precision: str
+    narrow: bool  # matrix units of 128 x 128, see `arithmetic.narrow_matrix_units`
     operands: tuple[str, ...]  # names of `Refs`, in the kernel's order
 
 
